@@ -1,0 +1,175 @@
+"""Every error the engine raises on purpose.
+
+One base, `EngineError`; names end in `Error`; the offending value is in the message and in an attribute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from statemachines.policy import IllegalTransitionError
+
+if TYPE_CHECKING:
+    from aengine.outputs import RequestOutput
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "EngineClosedError",
+    "EngineDeadError",
+    "EngineError",
+    "EngineInvalidatedError",
+    "IllegalTransitionError",
+    "ModelUnavailableError",
+    "NonFiniteLogitsError",
+    "OutOfPagesError",
+    "PageAccountingError",
+    "PromptError",
+    "PromptsFileError",
+    "QueueFullError",
+    "RequestFailedError",
+    "RequestIdInUseError",
+    "RolloutBatchError",
+    "SamplingParamsError",
+    "StaleLeaseError",
+    "StaleVersionError",
+    "TokenizerMissingError",
+    "UnsupportedModelError",
+    "WeightUpdateError",
+    "WeightsMismatchError",
+]
+
+
+class EngineError(Exception):
+    """Base of all errors of this package."""
+
+
+class ConfigError(EngineError, ValueError):
+    """A field of `EngineConfig` has a value that cannot work."""
+
+    def __init__(self, field: str, value: object, reason: str) -> None:
+        super().__init__(f"EngineConfig.{field} = {value!r}: {reason}")
+        self.field, self.value, self.reason = field, value, reason
+
+
+class SamplingParamsError(EngineError, ValueError):
+    """A field of `SamplingParams` has a value that cannot work."""
+
+    def __init__(self, field: str, value: object, reason: str) -> None:
+        super().__init__(f"SamplingParams.{field} = {value!r}: {reason}")
+        self.field, self.value, self.reason = field, value, reason
+
+
+class PromptError(EngineError, ValueError):
+    """A prompt was refused at submit; nothing of it reached the scheduler."""
+
+
+class TokenizerMissingError(EngineError):
+    """Text was given or asked for, and the model has no tokenizer."""
+
+
+class RequestIdInUseError(EngineError, ValueError):
+    """A request with this id is still alive."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"a request with id {request_id!r} is still alive; ids may be used again once it has finished")
+        self.request_id = request_id
+
+
+class QueueFullError(EngineError):
+    """`max_num_queued_reqs` requests are waiting already."""
+
+
+class RequestFailedError(EngineError):
+    """A request ended with reason `"error"`; the cause is chained.
+
+    `outputs` holds what the call would have returned, in order: the failed request with the tokens it had, and those
+    submitted with it, which ran to their end.
+    """
+
+    def __init__(self, request_id: str, reason: str, outputs: Sequence[RequestOutput] = ()) -> None:
+        super().__init__(f"request {request_id!r} failed: {reason}")
+        self.request_id, self.reason, self.outputs = request_id, reason, tuple(outputs)
+
+
+class RolloutBatchError(EngineError, ValueError):
+    """Samples, rewards or tensors made from them do not fit together."""
+
+
+class NonFiniteLogitsError(EngineError):
+    """The model produced NaN or infinite logits for a row; no token was made up from them."""
+
+
+class OutOfPagesError(EngineError):
+    """The page pool cannot serve an allocation now; nothing was taken."""
+
+    def __init__(self, needed: int, available: int) -> None:
+        super().__init__(f"{needed} KV pages needed, {available} available")
+        self.needed, self.available = needed, available
+
+
+class PageAccountingError(EngineError):
+    """A page was used against its state (freed twice, shared while free); no count was changed."""
+
+
+class StaleLeaseError(EngineError):
+    """An operation was tried with a lease that has ended, or in a state that does not permit it."""
+
+
+class EngineClosedError(EngineError):
+    """The engine is closed, or not open yet."""
+
+
+class EngineDeadError(EngineError):
+    """The scheduler loop died; the cause is chained. The engine must be closed."""
+
+
+class EngineInvalidatedError(EngineError):
+    """The engine is fenced: its weights are unknown, and only a committed full update ends that."""
+
+
+class WeightUpdateError(EngineError):
+    """An update was not committed.
+
+    `stage` is `"stage"`, `"drain"`, `"swap"` or `"commit"`; `engine_state` is the state the engine is in afterwards.
+    """
+
+    def __init__(self, stage: str, engine_state: str, reason: str) -> None:
+        super().__init__(f"weight update failed in {stage}, engine is {engine_state}: {reason}")
+        self.stage, self.engine_state, self.reason = stage, engine_state, reason
+
+
+class WeightsMismatchError(EngineError, ValueError):
+    """Tensors do not fit the model; found before anything was written."""
+
+    def __init__(
+        self, *, missing: Sequence[str] = (), unexpected: Sequence[str] = (), wrong: Sequence[str] = ()
+    ) -> None:
+        parts = [
+            f"{label} ({len(names)}): {', '.join(list(names)[:8])}{', …' if len(names) > 8 else ''}"
+            for label, names in (("missing", missing), ("unexpected", unexpected), ("wrong", wrong))
+            if names
+        ]
+        super().__init__("weights do not fit the model; " + "; ".join(parts))
+        self.missing, self.unexpected, self.wrong = tuple(missing), tuple(unexpected), tuple(wrong)
+
+
+class StaleVersionError(EngineError, ValueError):
+    """An update's version is not greater than the current one, or `expected_version` is not the current one."""
+
+
+class CheckpointError(EngineError):
+    """A checkpoint is missing, truncated, or does not agree with its config."""
+
+
+class UnsupportedModelError(CheckpointError):
+    """The config names an architecture or feature the decoder does not implement."""
+
+
+class ModelUnavailableError(EngineError):
+    """A known model is not in the cache and could not be fetched."""
+
+
+class PromptsFileError(EngineError, ValueError):
+    """Lines of a prompts file cannot be used; each is named with its number."""
