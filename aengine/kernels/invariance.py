@@ -1,0 +1,152 @@
+"""Which products give the same bits whatever else is in the batch, found by trying them on this machine.
+
+Nothing is assumed about processor, torch version or library: for each shape the first strategy whose values are right
+and whose bits depend neither on the number of rows, nor on a row's place among them, nor on the number of threads, is
+taken.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+
+from aengine.kernels.linear import STRATEGIES, Linear, Strategy
+
+__all__ = ["FAST", "LinearChoice", "LinearShape", "Numerics", "probe"]
+
+CANDIDATES = ("onednn", "mkl", "tiles")
+MOST_ROWS = 256
+ROW_COUNTS = (1, 1, 1, 2, 3, 4, 5, 7, 8, 13, 16, 17, 32, 33, 64, 100, 129, 256)
+FEW_ROW_COUNTS = (1, 1, 2, 3, 8, 17, 64, 128)  # for large shapes, whose products take long
+LARGE_SHAPE = 2**23
+VALUE_TOLERANCE = 1e-5  # of the sum of absolute products
+CHECKED_OUTPUTS = 64
+RANDOM_NUMBERS = 1_000_003  # a prime, so that repeating them never lines up with a weight's rows
+
+
+@frozen(order=True)
+class LinearShape:
+    out_features: int
+    in_features: int
+    has_bias: bool = False
+
+
+@frozen
+class LinearChoice:
+    """What was found for one shape. `single_row`: one row alone gives the bits it gives among others."""
+
+    shape: LinearShape
+    strategy: str
+    single_row: bool
+    holds: bool
+
+
+@frozen
+class Numerics:
+    """How linear layers are computed, and what may be said of their numbers.
+
+    `"invariant"`: every choice held when probed. `"unverified"`: some shape has no strategy that holds here. `"fast"`:
+    plain products were asked for.
+    """
+
+    mode: Literal["invariant", "unverified", "fast"]
+    choices: tuple[LinearChoice, ...] = field(default=())
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Packs a contiguous weight by what was chosen for its shape; an unprobed shape raises `KeyError`."""
+        if self.mode == "fast":
+            return STRATEGIES["plain"].linear(weight, bias, single_row=True)
+        shape = LinearShape(weight.shape[0], weight.shape[1], bias is not None)
+        choice = {choice.shape: choice for choice in self.choices}[shape]
+        return STRATEGIES[choice.strategy].linear(weight, bias, single_row=choice.single_row)
+
+
+FAST = Numerics("fast")
+
+
+def probe(shapes: Iterable[LinearShape]) -> Numerics:
+    """Choose a strategy for each distinct shape, by about 0.1 s of products each.
+
+    Products are tried with the current number of threads and with one; torch's setting is restored. Call it in the
+    thread that will run the model. A second probe of the same shapes in a process costs nothing.
+    """
+    choices = tuple(_choose(shape, torch.get_num_threads()) for shape in sorted(set(shapes)))
+    return Numerics("invariant" if all(choice.holds for choice in choices) else "unverified", choices)
+
+
+@functools.cache
+def _choose(shape: LinearShape, num_threads: int) -> LinearChoice:
+    """A fact about the machine, so found once per process; `num_threads` is torch's setting now."""
+    random = torch.randn(RANDOM_NUMBERS, generator=torch.Generator().manual_seed(0))
+    weight = _repeat(random, shape.out_features, shape.in_features)
+    bias = _repeat(random, 1, shape.out_features)[0] if shape.has_bias else None
+    counts = FEW_ROW_COUNTS if weight.numel() > LARGE_SHAPE else ROW_COUNTS
+    x = _repeat(random.flip(0), max(counts), shape.in_features)
+    for name in CANDIDATES:
+        single_row, holds = _try(STRATEGIES[name], weight, bias, x, counts, {num_threads, 1})
+        if holds:
+            break
+    return LinearChoice(shape, name, single_row, holds)
+
+
+def _repeat(random: Tensor, rows: int, columns: int) -> Tensor:
+    repeats = -(-rows * columns // random.numel())
+    return random.repeat(repeats)[: rows * columns].view(rows, columns).contiguous()
+
+
+def _try(
+    strategy: Strategy,
+    weight: Tensor,
+    bias: Tensor | None,
+    x: Tensor,
+    counts: Sequence[int],
+    threads: Collection[int],
+) -> tuple[bool, bool]:
+    """Whether one row alone holds, and whether two and more do."""
+    if not strategy.is_available():
+        return False, False
+    try:
+        linear = strategy.linear(weight, bias, single_row=True)
+        whole = linear(x)
+        if not _is_right(whole, linear, x):
+            return False, False
+        single_row = _holds(linear, x, whole, [count for count in counts if count == 1], threads)
+        return single_row, _holds(linear, x, whole, [count for count in counts if count > 1], threads)
+    except RuntimeError:  # the operator exists and does not work here
+        return False, False
+
+
+def _is_right(whole: Tensor, linear: Linear, x: Tensor) -> bool:
+    """Against a float64 product, over all rows and outputs spread over the width."""
+    picked = torch.linspace(0, linear.weight.shape[0] - 1, CHECKED_OUTPUTS).long()
+    weight, rows = linear.weight[picked].double(), x.double()
+    bias = linear.bias[picked].double() if linear.bias is not None else torch.zeros(CHECKED_OUTPUTS).double()
+    error = (whole[:, picked].double() - rows @ weight.T - bias).abs()
+    return bool((error <= VALUE_TOLERANCE * (rows.abs() @ weight.T.abs() + bias.abs())).all())
+
+
+def _holds(linear: Linear, x: Tensor, whole: Tensor, counts: Sequence[int], threads: Collection[int]) -> bool:
+    """Whether so many rows from the midst of x give the bits they have in `whole`."""
+    for num_threads in threads:
+        with _torch_threads(num_threads):
+            for index, count in enumerate(counts):
+                rows = slice(first := 37 * index % (len(x) - count + 1), first + count)
+                if not torch.equal(linear(x[rows]), whole[rows]):
+                    return False
+    return True
+
+
+@contextmanager
+def _torch_threads(num_threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

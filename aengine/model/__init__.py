@@ -1,0 +1,1 @@
+"""What computes: specs, checkpoints, tokenizers and the decoder."""
