@@ -1,0 +1,1 @@
+"""From logits to tokens: seeded draws, both log-probabilities, and when a sample ends."""
