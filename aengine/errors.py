@@ -24,6 +24,7 @@ __all__ = [
     "ModelUnavailableError",
     "NonFiniteLogitsError",
     "OutOfPagesError",
+    "OutOfRowsError",
     "PageAccountingError",
     "PromptError",
     "PromptsFileError",
@@ -31,6 +32,7 @@ __all__ = [
     "RequestFailedError",
     "RequestIdInUseError",
     "RolloutBatchError",
+    "RolloutFileError",
     "SamplingParamsError",
     "StaleLeaseError",
     "StaleVersionError",
@@ -109,6 +111,14 @@ class OutOfPagesError(EngineError):
         self.needed, self.available = needed, available
 
 
+class OutOfRowsError(OutOfPagesError):
+    """Every row of the request table is taken, so no pages can be given to one more task now; nothing was taken."""
+
+    def __init__(self, num_rows: int) -> None:
+        EngineError.__init__(self, f"all {num_rows} rows of the request table are taken (max_num_seqs)")
+        self.needed, self.available = 1, 0
+
+
 class PageAccountingError(EngineError):
     """A page was used against its state (freed twice, shared while free); no count was changed."""
 
@@ -173,3 +183,7 @@ class ModelUnavailableError(EngineError):
 
 class PromptsFileError(EngineError, ValueError):
     """Lines of a prompts file cannot be used; each is named with its number."""
+
+
+class RolloutFileError(EngineError, ValueError):
+    """A rollouts file is damaged, belongs to another run, or is being written by one."""

@@ -41,7 +41,13 @@ def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 def transition_table() -> str:
     """Every transition of the policy machine, with its guard and meaning."""
     rows = (
-        (row.source.value, f"`{row.trigger.value}`", row.dest.value, f"`{row.guard.value}`" if row.guard else "", row.meaning)
+        (
+            row.source.value,
+            f"`{row.trigger.value}`",
+            row.dest.value,
+            f"`{row.guard.value}`" if row.guard else "",
+            row.meaning,
+        )
         for row in TRANSITIONS
     )
     return _table(("from", "trigger", "to", "guard", "meaning"), rows)

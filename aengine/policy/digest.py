@@ -22,7 +22,7 @@ def digest_tensor(name: str, tensor: Tensor) -> bytes:
     rows = tensor.detach().contiguous()
     header = f"{name}\0{str(rows.dtype).removeprefix('torch.')}\0{','.join(map(str, rows.shape))}\0"
     digest = hashlib.sha256(header.encode())
-    digest.update(memoryview(rows.reshape(-1).view(torch.uint8).numpy()))
+    digest.update(rows.reshape(-1).view(torch.uint8).numpy().data)
     return digest.digest()
 
 

@@ -45,12 +45,12 @@ class StableLease:
     def bump_epoch(self) -> int:
         """Make every indexed KV page unreachable: returns the new epoch. Only with permission to invalidate."""
         self.check(Operation.INVALIDATE)
-        return self._gate._next_epoch()
+        return self._gate.bump_epoch(self)
 
     def end(self) -> None:
         if not self.ended:
             self.ended = True
-            self._gate._lease_ended(self)
+            self._gate.lease_ended(self)
 
     def __enter__(self) -> StableLease:
         return self
@@ -64,9 +64,9 @@ class StableLease:
 class PolicyGate:
     """Owner of the policy machine, the installed version and the epoch."""
 
-    def __init__(self, version: PolicyVersion, *, on_transition: Callable[[Transition], None] | None = None) -> None:
+    def __init__(self, version: PolicyVersion) -> None:
         self._machine = PolicyMachine(self._transitioned)
-        self._on_transition = on_transition
+        self._observers: list[Callable[[], None]] = []
         self._version = version
         self._epoch = 0
         self._leases: set[StableLease] = set()
@@ -85,6 +85,10 @@ class PolicyGate:
     @property
     def epoch(self) -> int:
         return self._epoch
+
+    def on_transition(self, observer: Callable[[], None]) -> None:
+        """Call `observer` after every transition; it must not raise."""
+        self._observers.append(observer)
 
     def try_lease(self) -> StableLease | None:
         """A lease on the installed version, or None while there is no stable one.
@@ -134,25 +138,28 @@ class PolicyGate:
         self._machine.fire(Trigger.RESUME)
         return dropped
 
+    def bump_epoch(self, lease: StableLease) -> int:
+        """For `StableLease.bump_epoch`."""
+        assert lease in self._leases
+        self._epoch += 1
+        return self._epoch
+
+    def lease_ended(self, lease: StableLease) -> None:
+        """For `StableLease.end`."""
+        self._leases.remove(lease)
+        self.changed.set()
+
     def _hand_out(self) -> StableLease:
         lease = StableLease(self._version, self)
         self._leases.add(lease)
         return lease
 
-    def _lease_ended(self, lease: StableLease) -> None:
-        self._leases.discard(lease)
-        self.changed.set()
-
-    def _next_epoch(self) -> int:
-        self._epoch += 1
-        return self._epoch
-
     def _transitioned(self, transition: Transition) -> None:
         if transition.dest is not PolicyState.DRAINING:
             self._drain_done = _never
-        if self._on_transition is not None:
-            self._on_transition(transition)
         self.changed.set()
+        for observer in self._observers:
+            observer()
 
 
 def _never() -> bool:

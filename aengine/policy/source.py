@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
-
 
 __all__ = ["read_source"]
 
@@ -17,6 +15,6 @@ def read_source(source: Mapping[str, Tensor] | nn.Module) -> Mapping[str, Tensor
     if not isinstance(tensors, Mapping):
         raise TypeError(f"weights come from a state dict or a torch module, not from {type(source).__name__}")
     for name, tensor in tensors.items():
-        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor, Tensor):
             raise TypeError(f"entry {name!r} of the weights is a {type(tensor).__name__}, not a tensor")
     return tensors

@@ -41,8 +41,8 @@ class WeightHolder(Protocol):
     def stage(self, tensors: Mapping[str, Tensor]) -> StagedWeights:
         """Check `tensors` against the model, then copy and pack them; runs off the event loop, changes nothing."""
 
-    def flip(self, staged: StagedWeights) -> StagedWeights:
-        """Use `staged` from now on; returns what was in use. One assignment, it cannot half-happen."""
+    def flip(self, staged: StagedWeights) -> None:
+        """Use `staged` from now on: one assignment, which happens or raises."""
 
 
 class DrainTarget(Protocol):

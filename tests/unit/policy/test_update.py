@@ -38,11 +38,10 @@ class Holder:
             raise self.error
         return StagedWeights(f"w{len(self.staged)}", f"d{len(self.staged)}")
 
-    def flip(self, staged: StagedWeights) -> StagedWeights:
+    def flip(self, staged: StagedWeights) -> None:
         if self.flip_error is not None:
             raise self.flip_error
-        previous, self.installed = self.installed, staged
-        return previous
+        self.installed = staged
 
 
 @define

@@ -86,7 +86,10 @@ def test_no_state_is_without_a_way_out() -> None:
 
 def test_the_permission_table_is_the_designs() -> None:
     assert set(PERMISSIONS) == set(Operation)
-    rows = {operation: "".join("y" if permits(state, operation) else "n" for state in PolicyState) for operation in Operation}
+    rows = {
+        operation: "".join("y" if permits(state, operation) else "n" for state in PolicyState)
+        for operation in Operation
+    }
     admission = {Operation.LOOKUP, Operation.ALLOC}
     for operation, row in rows.items():
         if operation in admission:
@@ -109,4 +112,6 @@ def test_the_module_prints_four_states_and_seven_triggers() -> None:
 
 def test_the_package_imports_nothing_of_the_engine() -> None:
     code = "import sys, statemachines.render; print([m for m in ('aengine', 'torch', 'anyio') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )

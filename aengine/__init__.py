@@ -1,0 +1,56 @@
+"""An embeddable LLM rollout engine for reinforcement learning that knows which policy made every token."""
+
+from aengine.config import EngineConfig
+from aengine.engine import Engine
+from aengine.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineClosedError,
+    EngineDeadError,
+    EngineError,
+    EngineInvalidatedError,
+    ModelUnavailableError,
+    PromptError,
+    QueueFullError,
+    RequestFailedError,
+    SamplingParamsError,
+    StaleVersionError,
+    WeightUpdateError,
+)
+from aengine.model.checkpoint import Checkpoint, load_checkpoint
+from aengine.outputs import CompletionOutput, KVSpan, RequestOutput, VersionSpan
+from aengine.params import SamplingParams
+from aengine.policy.update import WeightUpdateAck
+from aengine.policy.version import PolicyVersion
+from aengine.stats import EngineStats
+from aengine.stream import RequestStream, StreamDelta
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "CompletionOutput",
+    "ConfigError",
+    "Engine",
+    "EngineClosedError",
+    "EngineConfig",
+    "EngineDeadError",
+    "EngineError",
+    "EngineInvalidatedError",
+    "EngineStats",
+    "KVSpan",
+    "ModelUnavailableError",
+    "PolicyVersion",
+    "PromptError",
+    "QueueFullError",
+    "RequestFailedError",
+    "RequestOutput",
+    "RequestStream",
+    "SamplingParams",
+    "SamplingParamsError",
+    "StaleVersionError",
+    "StreamDelta",
+    "VersionSpan",
+    "WeightUpdateAck",
+    "WeightUpdateError",
+    "load_checkpoint",
+]

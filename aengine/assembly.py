@@ -1,0 +1,145 @@
+"""Putting an engine together: weights, page pool, gate, scheduler and updater, each made once."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+from aengine.cache.manager import TaskCacheManager
+from aengine.cache.storage import KVStorage
+from aengine.config import EngineConfig
+from aengine.errors import ConfigError
+from aengine.kernels.invariance import FAST, probe
+from aengine.model.checkpoint import Checkpoint
+from aengine.model.decoder import Decoder
+from aengine.model.spec import ModelSpec
+from aengine.model.weights import build_weights, linear_shapes
+from aengine.plan import Planner
+from aengine.policy.digest import digest_tensors
+from aengine.policy.gate import PolicyGate
+from aengine.policy.update import WeightUpdater
+from aengine.policy.version import PolicyVersion
+from aengine.prompts import PromptReader
+from aengine.runner import ModelRunner
+from aengine.scheduler import Scheduler
+from aengine.stats import EngineStats, PrefixStats
+from aengine.worker import Worker
+
+__all__ = ["Assembly", "assemble"]
+
+
+@frozen(eq=False)
+class Assembly:
+    """The parts of an open engine."""
+
+    worker: Worker
+    runner: ModelRunner
+    cache: TaskCacheManager
+    gate: PolicyGate
+    planner: Planner
+    scheduler: Scheduler
+    updater: WeightUpdater
+    reader: PromptReader
+
+    def stats(self) -> EngineStats:
+        cache, numerics = self.cache.stats(), self.runner.decoder.weights.strategy
+        return EngineStats(
+            state=self.gate.state.value,
+            policy_version=self.gate.version.number,
+            num_waiting=self.planner.num_waiting,
+            num_running=self.planner.num_running,
+            num_preemptions=self.planner.num_preemptions,
+            num_sampled_tokens=self.scheduler.num_sampled_tokens,
+            pages=cache.pages,
+            prefix=PrefixStats(cache.query_tokens, cache.hit_tokens),
+            numerics=numerics.mode,
+            products={f"{c.shape.out_features} x {c.shape.in_features}": c.strategy for c in numerics.choices},
+        )
+
+
+async def assemble(checkpoint: Checkpoint, config: EngineConfig) -> Assembly:
+    """Build the parts; what takes long runs in the worker thread. Raises `ConfigError` for sizes that cannot work."""
+    max_model_len = _max_model_len(checkpoint.spec, config)
+    num_pages = _num_pages(checkpoint.spec, config, max_model_len)
+    worker = Worker("aengine worker")
+    try:
+        runner, version = await worker.run(lambda: _load(checkpoint, config, max_model_len, num_pages))
+    except BaseException:
+        worker.close()
+        raise
+    cache = TaskCacheManager(
+        num_pages=num_pages,
+        page_size=config.page_size,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        prefix_caching=config.prefix_caching,
+        cache=config.cache,
+    )
+    gate = PolicyGate(version)
+    planner = Planner(cache, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens)
+    scheduler = Scheduler(
+        gate,
+        cache,
+        planner,
+        runner,
+        worker,
+        max_num_queued_reqs=config.max_num_queued_reqs,
+        check_integrity=config.check_integrity,
+    )
+    return Assembly(
+        worker=worker,
+        runner=runner,
+        cache=cache,
+        gate=gate,
+        planner=planner,
+        scheduler=scheduler,
+        updater=WeightUpdater(gate, runner, planner, cache.invalidate_cache),
+        reader=PromptReader(
+            tokenizer=checkpoint.tokenizer,
+            vocab_size=checkpoint.spec.vocab_size,
+            max_model_len=max_model_len,
+            capacity=cache.capacity_tokens,
+        ),
+    )
+
+
+def _max_model_len(spec: ModelSpec, config: EngineConfig) -> int:
+    if config.max_model_len is None:
+        return spec.max_position_embeddings
+    if config.max_model_len > spec.max_position_embeddings:
+        reason = f"the model has {spec.max_position_embeddings} positions"
+        raise ConfigError("max_model_len", config.max_model_len, reason)
+    return config.max_model_len
+
+
+def _num_pages(spec: ModelSpec, config: EngineConfig, max_model_len: int) -> int:
+    """As many pages as were asked for, or as the budget holds; no more than all sequences at once could fill."""
+    if config.num_pages is not None:
+        return config.num_pages
+    page_bytes = KVStorage.page_bytes(
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        page_size=config.page_size,
+    )
+    affordable = config.kv_cache_memory // page_bytes
+    if affordable == 0:
+        reason = f"one page of {config.page_size} tokens takes {page_bytes} bytes"
+        raise ConfigError("kv_cache_memory", config.kv_cache_memory, reason)
+    return min(affordable, config.max_num_seqs * -(-max_model_len // config.page_size))
+
+
+def _load(
+    checkpoint: Checkpoint, config: EngineConfig, max_model_len: int, num_pages: int
+) -> tuple[ModelRunner, PolicyVersion]:
+    spec = checkpoint.spec
+    numerics = FAST if config.numerics == "fast" else probe(linear_shapes(spec))
+    weights = build_weights(spec, checkpoint.tensors, numerics)
+    storage = KVStorage(
+        num_layers=spec.num_layers,
+        num_pages=num_pages,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        page_size=config.page_size,
+    )
+    runner = ModelRunner(Decoder(spec, weights, max_model_len), storage, checkpoint.eos_token_ids)
+    return runner, PolicyVersion(0, digest_tensors(weights.named_tensors()))

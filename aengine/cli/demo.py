@@ -1,0 +1,5 @@
+"""`aengine demo`."""
+
+
+def demo() -> None:
+    """Train."""

@@ -1,0 +1,223 @@
+"""Planning: which tokens the next step computes, decided from queues, pages and budget. No torch, no event loop.
+
+A step is a set of chunks: each the next few tokens of one sample. Decoding is the chunk of one token, prefill of a
+long prompt several chunks in a row, recomputation after a preemption the same as prefill. Decoding comes first, then
+prefill under way, then admission, each in the order of `Sample.key`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from attrs import Factory, define, frozen
+from sortedcontainers import SortedDict
+
+from aengine.errors import OutOfPagesError
+from aengine.outputs import FinishReason
+from aengine.request import Request, Sample
+from statemachines.policy import Operation, PolicyState, permits
+from statemachines.request import RequestState, RequestTrigger
+
+if TYPE_CHECKING:
+    from aengine.cache.manager import TaskCacheManager
+    from aengine.cache.state import TaskCacheState
+    from aengine.policy.gate import StableLease
+
+__all__ = ["Chunk", "Planner", "StepPlan"]
+
+
+@frozen(eq=False)
+class Chunk:
+    """Compute KV for tokens `start` to `start + count` of a sample.
+
+    Where that reaches the sample's last token, the logits there are drawn from once for each sample in `draws`: the
+    sample itself, and those forked from it that have no token yet.
+    """
+
+    sample: Sample
+    cache: TaskCacheState
+    start: int
+    count: int
+    draws: tuple[Sample, ...]
+
+
+@define(eq=False)
+class StepPlan:
+    chunks: list[Chunk] = Factory(list)
+    copies: list[tuple[int, int]] = Factory(list)
+    """Pages to copy before anything is written: (from, to)."""
+    num_tokens: int = 0
+
+    def add(self, chunk: Chunk) -> None:
+        self.chunks.append(chunk)
+        self.num_tokens += chunk.count
+
+
+class Planner:
+    """Owner of the queues: who waits, who runs, whose pages are still to be given back."""
+
+    def __init__(self, cache: TaskCacheManager, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self._cache = cache
+        self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        self._budget = max_num_batched_tokens
+        self._waiting: SortedDict = SortedDict()
+        """Samples of requests not started: admitted in Serving only."""
+        self._set_aside: SortedDict = SortedDict()
+        """Preempted samples, and samples of started requests that found no room: admitted while draining, too."""
+        self._running: SortedDict = SortedDict()
+        self._to_free: list[Sample] = []
+        """Finished samples that still hold pages; they are freed under the next lease."""
+        self.num_preemptions = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + len(self._set_aside)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def has_work(self, state: PolicyState) -> bool:
+        """Whether a plan made in `state` could hold anything, or pages are to be given back."""
+        admissible = self._waiting if permits(state, Operation.ALLOC) else ()
+        return bool(self._running or self._set_aside or self._to_free or admissible)
+
+    def is_drained(self) -> bool:
+        """Whether nothing that was started is left: what `mode="wait"` waits for."""
+        return not (self._running or self._set_aside or self._to_free)
+
+    def num_started(self) -> int:
+        return len({id(sample.request) for queue in (self._running, self._set_aside) for sample in queue.values()})
+
+    def submit(self, request: Request) -> None:
+        """Put a request in line; its first sample computes the prompt for all."""
+        self._waiting[request.leader.key] = request.leader
+
+    def finish(self, sample: Sample, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """End a sample now; pages it holds are given back under the next lease."""
+        if sample.is_finished:
+            return
+        for queue in (self._waiting, self._set_aside, self._running):
+            queue.pop(sample.key, None)
+        sample.finish(reason, stop_reason)
+        if sample.cache is not None:
+            self._to_free.append(sample)
+
+    def free_finished(self, lease: StableLease) -> None:
+        """Give back the pages of samples that ended."""
+        for sample in self._to_free:
+            assert sample.cache is not None
+            self._cache.free(lease, sample.cache)
+            sample.cache = None
+        self._to_free.clear()
+
+    def plan(self, lease: StableLease, state: PolicyState) -> StepPlan:
+        """Decide the next step and take the pages it needs. May preempt; empty when nothing can run."""
+        step = StepPlan()
+        preemptions = self.num_preemptions
+        self._plan_decodes(lease, step)
+        self._plan_prefills(lease, step)
+        if self.num_preemptions == preemptions:  # pages just taken from one sample are not given to the next
+            self._plan_admissions(lease, step, state)
+        return step
+
+    def _plan_decodes(self, lease: StableLease, step: StepPlan) -> None:
+        for sample in [s for s in self._running.values() if s.num_pending == 1]:
+            if step.num_tokens == self._budget:
+                return
+            if sample.state is RequestState.RUNNING and self._make_room(lease, sample, step):
+                self._add_chunk(lease, step, sample)
+
+    def _make_room(self, lease: StableLease, sample: Sample, step: StepPlan) -> bool:
+        """Make the slot of the sample's next token writable, preempting those behind it; False if it had to go itself.
+
+        Samples are served in order, so whoever is preempted has no chunk in this step yet.
+        """
+        while True:
+            assert sample.cache is not None
+            try:
+                step.copies += self._cache.extend(lease, sample.cache, len(sample.tokens))
+                return True
+            except OutOfPagesError:
+                victim = self._running.peekitem(-1)[1]
+                self._preempt(lease, victim)
+                if victim is sample:
+                    return False
+
+    def _preempt(self, lease: StableLease, sample: Sample) -> None:
+        """Take a sample's pages away; it will be computed again from its tokens."""
+        assert sample.cache is not None
+        self._cache.free(lease, sample.cache)
+        sample.forget_kv()
+        sample.num_preemptions += 1
+        self.num_preemptions += 1
+        sample.follow(RequestTrigger.PREEMPT)
+        del self._running[sample.key]
+        self._set_aside[sample.key] = sample
+
+    def _plan_prefills(self, lease: StableLease, step: StepPlan) -> None:
+        for sample in [s for s in self._running.values() if s.num_pending > 1]:
+            if step.num_tokens == self._budget:
+                return
+            self._add_chunk(lease, step, sample)
+
+    def _add_chunk(self, lease: StableLease, step: StepPlan, sample: Sample) -> None:
+        count = min(sample.num_pending, self._budget - step.num_tokens)
+        draws: tuple[Sample, ...] = ()
+        if count == sample.num_pending:
+            draws = (sample, *self._place_siblings(lease, sample))
+        assert sample.cache is not None
+        step.add(Chunk(sample, sample.cache, sample.num_computed, count, draws))
+
+    def _plan_admissions(self, lease: StableLease, step: StepPlan, state: PolicyState) -> None:
+        while step.num_tokens < self._budget and len(self._running) < self._max_num_seqs:
+            sample = self._next_candidate(state)
+            if sample is None or not self._admit(lease, sample):
+                return  # the first in line waits for pages; nobody overtakes it, so nobody starves
+            self._add_chunk(lease, step, sample)
+
+    def _next_candidate(self, state: PolicyState) -> Sample | None:
+        queues = [self._set_aside, self._waiting] if permits(state, Operation.ALLOC) else [self._set_aside]
+        heads: Iterator[tuple[tuple[int, int, int], Sample]] = (queue.peekitem(0) for queue in queues if queue)
+        return min(heads, default=(None, None))[1]
+
+    def _admit(self, lease: StableLease, sample: Sample) -> bool:
+        request = sample.request
+        try:
+            cache = self._cache.alloc(
+                lease, sample.task_id, sample.tokens, request.cache_salt, readmit=request.is_started
+            )
+        except OutOfPagesError:
+            return False
+        if not request.is_started:
+            request.is_started, request.num_cached_tokens = True, cache.num_cached_tokens
+        self._run(sample, cache)
+        sample.computed(cache.num_cached_tokens, lease.version.number)
+        return True
+
+    def _run(self, sample: Sample, cache: TaskCacheState) -> None:
+        for queue in (self._waiting, self._set_aside):
+            queue.pop(sample.key, None)
+        preempted = sample.state is RequestState.PREEMPTED
+        sample.follow(RequestTrigger.READMIT if preempted else RequestTrigger.ADMIT)
+        sample.cache = cache
+        self._running[sample.key] = sample
+
+    def _place_siblings(self, lease: StableLease, leader: Sample) -> list[Sample]:
+        """When a prompt's last chunk is planned: fork as many other samples from it as there is room for, and put the
+        rest in line. Each fork needs a page of its own soon, for the copy or for its next token."""
+        request = leader.request
+        if request.are_siblings_placed:
+            return []
+        request.are_siblings_placed = True
+        assert leader.cache is not None
+        room = min(self._max_num_seqs - len(self._running), self._cache.num_available) if self._cache.can_fork else 0
+        siblings = [sample for sample in request.samples[1:] if not sample.is_finished]
+        forked, rest = siblings[:room], siblings[room:]
+        for sample in forked:
+            self._run(sample, self._cache.fork(lease, leader.cache, sample.task_id))
+            sample.num_computed = len(sample.tokens)  # by the step being planned
+        for sample in rest:
+            self._set_aside[sample.key] = sample
+        return forked

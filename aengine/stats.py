@@ -1,0 +1,35 @@
+"""A snapshot of what an engine is doing."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+from aengine.cache.state import PageStats
+
+__all__ = ["EngineStats", "PrefixStats"]
+
+
+@frozen
+class PrefixStats:
+    """Prompt tokens looked up in the prefix index when requests were admitted, and how many of them were found."""
+
+    query_tokens: int
+    hit_tokens: int
+
+
+@frozen
+class EngineStats:
+    state: str
+    policy_version: int
+    num_waiting: int
+    num_running: int
+    num_preemptions: int
+    num_sampled_tokens: int
+    """Tokens sampled since the engine was opened."""
+    pages: PageStats
+    prefix: PrefixStats
+    numerics: str
+    """`"invariant"`: a sample's numbers do not depend on its company, by a probe of this machine. `"unverified"`: some
+    product has no strategy for which that holds. `"fast"`: it was not asked for."""
+    products: dict[str, str]
+    """The strategy chosen for each shape of matrix product, `"outputs x inputs"`."""

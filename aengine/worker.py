@@ -1,0 +1,76 @@
+"""One thread of the engine's own, for everything that computes."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import anyio
+import anyio.from_thread
+import anyio.lowlevel
+import torch
+from attrs import define, field
+
+__all__ = ["Worker"]
+
+T = TypeVar("T")
+
+
+@define(eq=False)
+class _Job:
+    call: Callable[[], Any]
+    token: Any
+    done: anyio.Event = field(factory=anyio.Event)
+    result: Any = None
+    error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.result = self.call()
+        except BaseException as error:
+            self.error = error
+        anyio.from_thread.run_sync(self.done.set, token=self.token)
+
+
+class Worker:
+    """A single thread that runs one call at a time, without gradients.
+
+    It is a thread of the engine's own so that a full default pool cannot stop the engine, and always the same one,
+    since grad mode and OpenMP teams belong to threads. The caller's grad mode and thread counts are left alone.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread.start()
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """Run `call` in the thread. A cancellation is delivered only once the thread is done with it, so whatever the
+        call uses may be released by the caller's own unwinding."""
+        job = _Job(call, anyio.lowlevel.current_token())
+        self._jobs.put(job)
+        cancelled: BaseException | None = None
+        while not job.done.is_set():
+            try:
+                with anyio.CancelScope(shield=True):
+                    await job.done.wait()
+            except anyio.get_cancelled_exc_class() as late:  # a native asyncio cancellation passes a shield
+                cancelled = late
+        if cancelled is not None:
+            raise cancelled
+        if job.error is not None:
+            raise job.error
+        result: T = job.result
+        return result
+
+    def close(self) -> None:
+        """Let the thread end after the job in hand; returns when it has."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _loop(self) -> None:
+        torch.set_grad_enabled(False)
+        while (job := self._jobs.get()) is not None:
+            job.run()
