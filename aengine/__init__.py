@@ -20,7 +20,7 @@ from aengine.errors import (
 from aengine.model.checkpoint import Checkpoint, load_checkpoint
 from aengine.outputs import CompletionOutput, KVSpan, RequestOutput, VersionSpan
 from aengine.params import SamplingParams
-from aengine.policy.update import WeightUpdateAck
+from aengine.policy.pending import WeightUpdateAck
 from aengine.policy.version import PolicyVersion
 from aengine.stats import EngineStats
 from aengine.stream import RequestStream, StreamDelta

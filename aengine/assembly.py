@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import uuid
+
 from attrs import frozen
 
 from aengine.cache.manager import TaskCacheManager
 from aengine.cache.storage import KVStorage
 from aengine.config import EngineConfig
 from aengine.errors import ConfigError
+from aengine.events import EventLog
 from aengine.kernels.invariance import FAST, probe
 from aengine.model.checkpoint import Checkpoint
 from aengine.model.decoder import Decoder
@@ -16,11 +19,17 @@ from aengine.model.weights import build_weights, linear_shapes
 from aengine.plan import Planner
 from aengine.policy.digest import digest_tensors
 from aengine.policy.gate import PolicyGate
-from aengine.policy.update import WeightUpdater
+from aengine.policy.journal import Journal
+from aengine.policy.lease import StableLease
+from aengine.policy.ledger import Ledger
+from aengine.policy.roles import StagedWeights
+from aengine.policy.update import Transaction
+from aengine.policy.updater import WeightUpdater
 from aengine.policy.version import PolicyVersion
 from aengine.prompts import PromptReader
 from aengine.runner import ModelRunner
 from aengine.scheduler import Scheduler
+from aengine.signal import Signal
 from aengine.stats import EngineStats, PrefixStats
 from aengine.worker import Worker
 
@@ -38,13 +47,19 @@ class Assembly:
     planner: Planner
     scheduler: Scheduler
     updater: WeightUpdater
+    journal: Journal
     reader: PromptReader
+
+    def close(self) -> None:
+        """Let go of threads and files. Raises `LedgerError` if the ledger's end cannot be written."""
+        self.worker.close()
+        self.journal.close()
 
     def stats(self) -> EngineStats:
         cache, numerics = self.cache.stats(), self.runner.decoder.weights.strategy
         return EngineStats(
             state=self.gate.state.value,
-            policy_version=self.gate.version.number,
+            policy_version=None if self.gate.version is None else self.gate.version.number,
             num_waiting=self.planner.num_waiting,
             num_running=self.planner.num_running,
             num_preemptions=self.planner.num_preemptions,
@@ -62,7 +77,7 @@ async def assemble(checkpoint: Checkpoint, config: EngineConfig) -> Assembly:
     num_pages = _num_pages(checkpoint.spec, config, max_model_len)
     worker = Worker("aengine worker")
     try:
-        runner, version = await worker.run(lambda: _load(checkpoint, config, max_model_len, num_pages))
+        runner, version, journal = await worker.run(lambda: _load(checkpoint, config, max_model_len, num_pages))
     except BaseException:
         worker.close()
         raise
@@ -74,7 +89,9 @@ async def assemble(checkpoint: Checkpoint, config: EngineConfig) -> Assembly:
         prefix_caching=config.prefix_caching,
         cache=config.cache,
     )
-    gate = PolicyGate(version)
+    changed = Signal()
+    gate = PolicyGate(version, changed)
+    gate.on_transition(journal.append)
     planner = Planner(cache, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens)
     scheduler = Scheduler(
         gate,
@@ -82,9 +99,14 @@ async def assemble(checkpoint: Checkpoint, config: EngineConfig) -> Assembly:
         planner,
         runner,
         worker,
+        changed,
         max_num_queued_reqs=config.max_num_queued_reqs,
         check_integrity=config.check_integrity,
     )
+
+    def invalidate(lease: StableLease, end_ownership: bool) -> int:
+        return cache.invalidate_cache(lease, end_ownership=end_ownership)
+
     return Assembly(
         worker=worker,
         runner=runner,
@@ -92,7 +114,8 @@ async def assemble(checkpoint: Checkpoint, config: EngineConfig) -> Assembly:
         gate=gate,
         planner=planner,
         scheduler=scheduler,
-        updater=WeightUpdater(gate, runner, planner, cache.invalidate_cache),
+        updater=WeightUpdater(Transaction(gate, runner, scheduler, invalidate, journal, worker)),
+        journal=journal,
         reader=PromptReader(
             tokenizer=checkpoint.tokenizer,
             vocab_size=checkpoint.spec.vocab_size,
@@ -130,7 +153,7 @@ def _num_pages(spec: ModelSpec, config: EngineConfig, max_model_len: int) -> int
 
 def _load(
     checkpoint: Checkpoint, config: EngineConfig, max_model_len: int, num_pages: int
-) -> tuple[ModelRunner, PolicyVersion]:
+) -> tuple[ModelRunner, PolicyVersion, Journal]:
     spec = checkpoint.spec
     numerics = FAST if config.numerics == "fast" else probe(linear_shapes(spec))
     weights = build_weights(spec, checkpoint.tensors, numerics)
@@ -141,5 +164,9 @@ def _load(
         head_dim=spec.head_dim,
         page_size=config.page_size,
     )
-    runner = ModelRunner(Decoder(spec, weights, max_model_len), storage, checkpoint.eos_token_ids)
-    return runner, PolicyVersion(0, digest_tensors(weights.named_tensors()))
+    installed = StagedWeights(weights, digest_tensors(weights.named_tensors()))
+    runner = ModelRunner(Decoder(spec, weights, max_model_len), storage, installed, checkpoint.eos_token_ids)
+    if config.ledger is None:
+        return runner, PolicyVersion(0, installed.digest), Journal(EventLog())
+    ledger = Ledger.open(config.ledger, run_id=uuid.uuid4().hex, digest=installed.digest)
+    return runner, PolicyVersion(ledger.initial_version, installed.digest), Journal(EventLog(), ledger)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from attrs import Attribute, field, frozen
@@ -65,6 +66,11 @@ class EngineConfig:
     """Keep the KV of finished prompts and samples for later requests of the same policy version."""
     numerics: Literal["invariant", "fast"] = field(default="invariant", validator=_one_of("invariant", "fast"))
     """`"invariant"`: the numbers of a sample do not depend on its company."""
+    staging: Literal["copy", "none"] = field(default="copy", validator=_one_of("copy", "none"))
+    """`"copy"` stages new weights beside the installed ones, so an update that fails changes nothing. `"none"` writes
+    over them as it reads, for models that do not fit twice: an update that fails while it writes fences the engine."""
+    ledger: str | Path | None = None
+    """File that records every version, update and invalidation (`policy.ledger`); continued if it exists."""
     seed: int = field(default=0, validator=_seed)
     """Seeds the seeds of requests that give none."""
     check_integrity: bool = field(default=False, validator=_one_of(True, False))

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 
 import anyio
 import anyio.lowlevel
-from torch import Tensor, nn
+from torch import nn
 
 from aengine.assembly import Assembly, assemble
 from aengine.config import EngineConfig
 from aengine.errors import EngineClosedError, EngineError, RequestFailedError
+from aengine.events import EventStream
 from aengine.model.checkpoint import Checkpoint, checkpoint_from_module, load_checkpoint
 from aengine.model.known import KNOWN_MODELS, get_model
 from aengine.model.tokenizer import Tokenizer
 from aengine.outputs import RequestOutput
 from aengine.params import SamplingParams
-from aengine.policy.source import read_source
-from aengine.policy.update import WeightUpdate, WeightUpdateAck
+from aengine.policy.ledger_records import InvalidationRecord
+from aengine.policy.pending import PendingUpdate, WeightUpdateAck
+from aengine.policy.roles import KVOnUpdate, UpdateMode
+from aengine.policy.source import WeightSource, read_source
 from aengine.policy.version import PolicyVersion
 from aengine.prompts import Prompt
 from aengine.request import Request
@@ -71,7 +74,6 @@ class Engine:
         self._token = anyio.lowlevel.current_token()
         self._stopped = anyio.Event()
         self._parts = await assemble(self._checkpoint, self._config)
-        self._parts.gate.on_transition(self._parts.scheduler.wake)
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
         self._tasks.start_soon(self._run_loops, self._parts)
@@ -89,7 +91,7 @@ class Engine:
                 # The loops have ended; the body's own exception is not the group's business and comes out as it is.
                 await self._tasks.__aexit__(None, None, None)
             finally:
-                self._parts.worker.close()
+                self._parts.close()
 
     async def aclose(self) -> None:
         """Stop: running and waiting requests end with reason `"abort"`, updates not yet flipped are withdrawn.
@@ -185,38 +187,103 @@ class Engine:
 
     async def update_weights(
         self,
-        source: Mapping[str, Tensor] | nn.Module,
+        source: WeightSource,
         *,
         version: int | None = None,
         expected_version: int | None = None,
         train_step: int | None = None,
-        mode: str = "wait",
+        mode: UpdateMode = "wait",
+        kv: KVOnUpdate = "recompute",
+        check_finite: bool = True,
+        timeout: float | None = None,
     ) -> WeightUpdateAck:
         """Install new weights as one transaction; returns when they are installed and no older KV can be matched.
 
-        `source` is a state dict or a module with the checkpoint's tensor names; it is read until the tensors are
-        copied, so do not change it before this returns. Requests that have started finish under the old version first
-        (`mode="wait"`); requests still waiting run under the new one. `version` defaults to the next number.
+        `source` is a state dict, a module, a checkpoint, a safetensors file or directory, or an async iterator of
+        (name, tensor), with the checkpoint's names; it is read until the tensors are copied, so do not change it
+        before this returns. Requests that have started
 
-        Raises `StaleVersionError` or `WeightUpdateError`; then version, weights and cache are as before. Cancelled
-        before the swap it withdraws the update.
+        * finish under the old version first (`mode="wait"`),
+        * end with what they have and reason `"abort"` (`"abort"`), or
+        * stop at a token and go on under the new version (`"keep"`), their KV computed again or, with `kv="keep"`,
+          kept on purpose: then their later tokens attend to KV of the old version, and their `kv_spans` say so.
+
+        Requests still waiting run under the new version in any mode. `version` defaults to the next number. Updates
+        run one at a time, in order of arrival; `version` and `expected_version` are compared when the turn comes.
+
+        Raises `StaleVersionError` or `WeightUpdateError`; then version, weights and cache are as before, unless
+        `EngineConfig.staging` is `"none"` and the update failed while it wrote: then the engine is fenced. `timeout`,
+        in seconds, raises `TimeoutError`; like a cancellation it withdraws an update that has not come to its swap.
         """
-        if mode != "wait":
-            raise ValueError(f"mode {mode!r} is unknown; the mode is 'wait'")
-        update = WeightUpdate(read_source(source), version, expected_version, train_step, mode)
-        return await self._usable().updater.submit(update)
+        _refuse_unless("mode", mode, ("wait", "abort", "keep"))
+        _refuse_unless("kv", kv, ("recompute", "keep"))
+        update = PendingUpdate(
+            read_source(source),
+            version,
+            expected_version,
+            train_step,
+            mode,
+            kv,
+            in_place=self._config.staging == "none",
+            check_finite=check_finite,
+        )
+        parts = self._usable()
+        with anyio.fail_after(timeout):
+            return await parts.updater.submit(update)
+
+    async def pause_generation(self, mode: UpdateMode = "wait") -> None:
+        """Hold all generation; returns when that is so. Requests that have started finish first (`"wait"`), end with
+        what they have (`"abort"`), or stop at a token and go on where they were when generation resumes (`"keep"`).
+
+        Requests may still be submitted; they wait. An update under a pause finds nothing to wait for, and leaves the
+        pause in place. Cancelling this lifts the pause.
+        """
+        _refuse_unless("mode", mode, ("wait", "abort", "keep"))
+        parts = self._usable()
+        parts.gate.hold(parts.scheduler.hold_condition(mode), f"pause, mode {mode}")
+        if mode == "abort":
+            parts.scheduler.abort_started()
+        try:
+            await parts.gate.held()
+        except BaseException:
+            parts.gate.lift("pause withdrawn")
+            raise
+
+    async def resume_generation(self) -> None:
+        """End a pause; without one, do nothing."""
+        self._usable().gate.lift("resume")
+        await anyio.lowlevel.checkpoint()
+
+    def is_paused(self) -> bool:
+        return self._opened().gate.is_held
+
+    async def reset_prefix_cache(self) -> int:
+        """Make all cached prefixes unreachable, without an update; returns how many entries there were.
+
+        Running requests keep their KV, which is of the installed version, but it is never matched by others. Waits
+        while weights are being swapped.
+        """
+        parts = self._usable()
+        while (lease := parts.gate.try_invalidation_lease()) is None:
+            await parts.gate.changed.wait()
+        with lease:
+            dropped = parts.cache.invalidate_cache(lease)
+            parts.journal.append(InvalidationRecord(reason="reset_prefix_cache", entries=dropped, epoch=lease.epoch))
+        await anyio.lowlevel.checkpoint()
+        return dropped
 
     # ---- what it is doing
 
     @property
-    def policy_version(self) -> int:
-        """Number of the installed policy version."""
-        return self.installed_policy.number
+    def policy_version(self) -> int | None:
+        """Number of the installed policy version; None while the engine is fenced."""
+        version = self._opened().gate.version
+        return None if version is None else version.number
 
     @property
     def installed_policy(self) -> PolicyVersion:
-        """The installed policy version with its digest."""
-        return self._opened().gate.version
+        """The installed policy version with its digest. Raises `EngineInvalidatedError` while the engine is fenced."""
+        return self._opened().gate.installed()
 
     @property
     def state(self) -> PolicyState:
@@ -230,6 +297,11 @@ class Engine:
         """The digest of the weights as they lie in memory now; equals `installed_policy.digest`."""
         parts = self._usable()
         return await parts.worker.run(parts.runner.weight_checksum)
+
+    def events(self) -> EventStream:
+        """Everything that happens to the policy from now on, as an async iterator that ends when the engine closes:
+        transitions, updates, invalidations. Any number of readers may follow; none slows the engine."""
+        return self._opened().journal.events.follow()
 
     def stats(self) -> EngineStats:
         return self._opened().stats()
@@ -313,3 +385,8 @@ class Engine:
 
     def _new_detokenizer(self) -> Detokenizer | None:
         return None if self.tokenizer is None else Detokenizer(self.tokenizer.decode)
+
+
+def _refuse_unless(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} = {value!r}: must be one of {', '.join(map(repr, choices))}")

@@ -6,6 +6,7 @@ One base, `EngineError`; names end in `Error`; the offending value is in the mes
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from statemachines.policy import IllegalTransitionError
@@ -21,6 +22,7 @@ __all__ = [
     "EngineError",
     "EngineInvalidatedError",
     "IllegalTransitionError",
+    "LedgerError",
     "ModelUnavailableError",
     "NonFiniteLogitsError",
     "OutOfPagesError",
@@ -38,6 +40,7 @@ __all__ = [
     "StaleVersionError",
     "TokenizerMissingError",
     "UnsupportedModelError",
+    "VerificationError",
     "WeightUpdateError",
     "WeightsMismatchError",
 ]
@@ -169,6 +172,14 @@ class StaleVersionError(EngineError, ValueError):
     """An update's version is not greater than the current one, or `expected_version` is not the current one."""
 
 
+class LedgerError(EngineError):
+    """A ledger is damaged (`line` says where), cannot be continued, or cannot be written (`OSError` as cause)."""
+
+    def __init__(self, path: Path, reason: str, line: int | None = None) -> None:
+        super().__init__(f"ledger {path}{'' if line is None else f', line {line}'}: {reason}")
+        self.path, self.reason, self.line = path, reason, line
+
+
 class CheckpointError(EngineError):
     """A checkpoint is missing, truncated, or does not agree with its config."""
 
@@ -187,3 +198,7 @@ class PromptsFileError(EngineError, ValueError):
 
 class RolloutFileError(EngineError, ValueError):
     """A rollouts file is damaged, belongs to another run, or is being written by one."""
+
+
+class VerificationError(EngineError):
+    """A sample is not what its label says: the labelled weights give its tokens other log-probabilities."""

@@ -22,7 +22,8 @@ from statemachines.request import RequestState, RequestTrigger
 if TYPE_CHECKING:
     from aengine.cache.manager import TaskCacheManager
     from aengine.cache.state import TaskCacheState
-    from aengine.policy.gate import StableLease
+    from aengine.policy.lease import StableLease
+    from aengine.policy.roles import KVOnUpdate
 
 __all__ = ["Chunk", "Planner", "StepPlan"]
 
@@ -68,6 +69,8 @@ class Planner:
         self._running: SortedDict = SortedDict()
         self._to_free: list[Sample] = []
         """Finished samples that still hold pages; they are freed under the next lease."""
+        self._to_recompute: list[Sample] = []
+        """Running samples whose KV is of an earlier version; it is given up under the next lease."""
         self.num_preemptions = 0
 
     @property
@@ -87,8 +90,10 @@ class Planner:
         """Whether nothing that was started is left: what `mode="wait"` waits for."""
         return not (self._running or self._set_aside or self._to_free)
 
-    def num_started(self) -> int:
-        return len({id(sample.request) for queue in (self._running, self._set_aside) for sample in queue.values()})
+    def started(self) -> list[Request]:
+        """Requests that hold tokens of the installed version."""
+        samples = [*self._running.values(), *self._set_aside.values()]
+        return list({id(sample.request): sample.request for sample in samples}.values())
 
     def submit(self, request: Request) -> None:
         """Put a request in line; its first sample computes the prompt for all."""
@@ -104,13 +109,45 @@ class Planner:
         if sample.cache is not None:
             self._to_free.append(sample)
 
-    def free_finished(self, lease: StableLease) -> None:
-        """Give back the pages of samples that ended."""
-        for sample in self._to_free:
+    def carry_over(self, kv: KVOnUpdate) -> None:
+        """A new version is about to be committed: what runs goes on under it, its KV computed again or kept as it is.
+        KV that is kept is never indexed."""
+        for sample in self._running.values():
             assert sample.cache is not None
-            self._cache.free(lease, sample.cache)
-            sample.cache = None
+            if kv == "recompute":
+                self._to_recompute.append(sample)
+            else:
+                sample.cache.publishable = False
+
+    def forget_pages(self) -> None:
+        """The cache has ended all ownership of pages; every sample must have been finished."""
+        assert not self._running
+        for sample in self._to_free:
+            sample.forget_kv()
         self._to_free.clear()
+        self._to_recompute.clear()
+
+    def release(self, lease: StableLease) -> None:
+        """Give back the pages of samples that ended, and of those whose KV is to be computed again."""
+        for sample in self._to_recompute:
+            if sample.state is RequestState.RUNNING:
+                self._set_sample_aside(lease, sample)
+        for sample in self._to_free:
+            self._give_up_pages(lease, sample)
+        self._to_recompute.clear()
+        self._to_free.clear()
+
+    def _give_up_pages(self, lease: StableLease, sample: Sample) -> None:
+        assert sample.cache is not None
+        self._cache.free(lease, sample.cache)
+        sample.forget_kv()
+
+    def _set_sample_aside(self, lease: StableLease, sample: Sample) -> None:
+        """Take a running sample's pages away; it will be computed again from its tokens."""
+        self._give_up_pages(lease, sample)
+        sample.follow(RequestTrigger.PREEMPT)
+        del self._running[sample.key]
+        self._set_aside[sample.key] = sample
 
     def plan(self, lease: StableLease, state: PolicyState) -> StepPlan:
         """Decide the next step and take the pages it needs. May preempt; empty when nothing can run."""
@@ -146,15 +183,9 @@ class Planner:
                     return False
 
     def _preempt(self, lease: StableLease, sample: Sample) -> None:
-        """Take a sample's pages away; it will be computed again from its tokens."""
-        assert sample.cache is not None
-        self._cache.free(lease, sample.cache)
-        sample.forget_kv()
+        self._set_sample_aside(lease, sample)
         sample.num_preemptions += 1
         self.num_preemptions += 1
-        sample.follow(RequestTrigger.PREEMPT)
-        del self._running[sample.key]
-        self._set_aside[sample.key] = sample
 
     def _plan_prefills(self, lease: StableLease, step: StepPlan) -> None:
         for sample in [s for s in self._running.values() if s.num_pending > 1]:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-from attrs import define
+import torch
+from attrs import Factory, define
 from torch import Tensor
 
 from aengine.cache.storage import KVStorage
-from aengine.errors import EngineError
+from aengine.errors import EngineError, WeightsMismatchError
 from aengine.model.decoder import Decoder
 from aengine.model.inputs import ForwardInputs
-from aengine.model.matching import match_tensors
-from aengine.model.weights import build_weights
+from aengine.model.matching import complaint_about, is_ignored, match_tensors
+from aengine.model.weights import build_weights, repack_weights
 from aengine.policy.digest import digest_tensors
-from aengine.policy.update import StagedWeights
+from aengine.policy.roles import StagedWeights
 from aengine.sampling.sampler import Draw, Drawn, sample
 
 __all__ = ["ModelRunner", "StepResult"]
@@ -32,6 +34,7 @@ class ModelRunner:
 
     decoder: Decoder
     storage: KVStorage
+    installed: StagedWeights
     eos_token_ids: tuple[int, ...] = ()
 
     def step(
@@ -49,16 +52,75 @@ class ModelRunner:
         logits = self.decoder.logits(hidden[np.asarray(logit_rows)])  # [L, V]
         return sample(logits, draws, self.eos_token_ids)
 
-    def stage(self, tensors: Mapping[str, Tensor]) -> StagedWeights:
-        """Check, copy, pack and digest new weights. Raises `WeightsMismatchError`."""
-        matched = match_tensors(self.decoder.spec, tensors)
-        weights = build_weights(self.decoder.spec, matched, self.decoder.weights.strategy)
-        return StagedWeights(weights, digest_tensors(weights.named_tensors()))
-
-    def flip(self, staged: StagedWeights) -> None:
-        """Use `staged` from the next step on: one assignment."""
-        self.decoder.weights = staged.weights
-
     def weight_checksum(self) -> str:
         """Digest of the weights as they lie in memory now."""
         return digest_tensors(self.decoder.weights.named_tensors())
+
+    # ---- what an update asks (`policy.roles.WeightHolder`)
+
+    def stage(self, tensors: Mapping[str, Tensor], *, check_finite: bool = True) -> StagedWeights:
+        """Check, copy, pack and digest new weights. Raises `WeightsMismatchError`, also for weights that are not
+        finite unless told not to look."""
+        matched = self.check(tensors)
+        weights = build_weights(self.decoder.spec, matched, self.decoder.weights.strategy)
+        if check_finite:
+            refuse_non_finite(weights.named_tensors())
+        types = Counter(str(t.dtype).removeprefix("torch.") for t in matched.values() if t.dtype != torch.float32)
+        return StagedWeights(weights, digest_tensors(weights.named_tensors()), dict(types))
+
+    def check(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Names, shapes and types against the model's. Raises `WeightsMismatchError`."""
+        return match_tensors(self.decoder.spec, tensors)
+
+    def flip(self, staged: StagedWeights) -> StagedWeights:
+        """Use `staged` from the next step on, and return what was in use: one assignment."""
+        previous, self.installed = self.installed, staged
+        self.decoder.weights = staged.weights
+        return previous
+
+    def open_writer(self) -> InPlaceWriter:
+        return InPlaceWriter(self, dict(self.decoder.weights.named_tensors()))
+
+
+@define(eq=False)
+class InPlaceWriter:
+    """Writes tensors over the installed ones, for models that do not fit twice (`policy.roles.WeightWriter`)."""
+
+    _runner: ModelRunner
+    _installed: dict[str, Tensor]
+    _written: set[str] = Factory(set)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Raises `WeightsMismatchError` for a tensor that the model does not have or that does not fit."""
+        if is_ignored(self._runner.decoder.spec, name, tensor, self._installed):
+            return
+        target = self._installed.get(name)
+        if target is None:
+            raise WeightsMismatchError(unexpected=[name])
+        if complaint := complaint_about(tensor, tuple(target.shape)):
+            raise WeightsMismatchError(wrong=[f"{name}: {complaint}"])
+        target.copy_(tensor.detach())
+        self._written.add(name)
+
+    def finish(self, *, check_finite: bool = True) -> str:
+        """Pack what was written; returns the digest. Raises `WeightsMismatchError` naming what never came."""
+        if missing := [name for name in self._installed if name not in self._written]:
+            raise WeightsMismatchError(missing=missing)
+        weights = repack_weights(self._runner.decoder.weights)
+        if check_finite:
+            refuse_non_finite(weights.named_tensors())
+        staged = StagedWeights(weights, digest_tensors(weights.named_tensors()))
+        self._runner.flip(staged)
+        return staged.digest
+
+
+def refuse_non_finite(named: Iterable[tuple[str, Tensor]]) -> None:
+    """A sum is finite only if all of its terms are, and cheaper to take than a look at each; one that overflows is
+    looked at again."""
+    wrong = [
+        f"{name}: holds NaN or an infinity"
+        for name, tensor in named
+        if not tensor.sum().isfinite() and not tensor.isfinite().all()
+    ]
+    if wrong:
+        raise WeightsMismatchError(wrong=wrong)

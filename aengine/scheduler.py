@@ -13,10 +13,12 @@ from typing import Literal
 import numpy as np
 
 from aengine.cache.manager import TaskCacheManager
-from aengine.errors import EngineDeadError, EngineError, QueueFullError, RequestIdInUseError
+from aengine.errors import EngineDeadError, EngineError, EngineInvalidatedError, QueueFullError, RequestIdInUseError
 from aengine.model.inputs import ForwardInputs
 from aengine.plan import Planner, StepPlan
-from aengine.policy.gate import PolicyGate, StableLease
+from aengine.policy.gate import Condition, PolicyGate
+from aengine.policy.lease import StableLease
+from aengine.policy.roles import KVOnUpdate, UpdateMode
 from aengine.request import Request, Sample
 from aengine.runner import ModelRunner, StepResult
 from aengine.sampling.sampler import Draw
@@ -40,6 +42,7 @@ class Scheduler:
         planner: Planner,
         runner: ModelRunner,
         worker: Worker,
+        changed: Signal,
         *,
         max_num_queued_reqs: int | None,
         check_integrity: bool,
@@ -49,14 +52,14 @@ class Scheduler:
         self._check_integrity = check_integrity
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
-        self._work = Signal()
+        self._changed = changed
         self.num_sampled_tokens = 0
         self.death: EngineDeadError | None = None
 
     def submit(self, request: Request) -> None:
-        """Take a validated request. Raises `RequestIdInUseError`, `QueueFullError`, or the cause the loop died of."""
-        if self.death is not None:
-            raise self.death
+        """Take a validated request. Raises `RequestIdInUseError`, `QueueFullError`, `EngineInvalidatedError` while
+        the engine is fenced, and `EngineDeadError` with the cause if the loop has died."""
+        self._refuse_if_unusable()
         if request.request_id in self._requests:
             raise RequestIdInUseError(request.request_id)
         if self._max_num_queued_reqs is not None and self._planner.num_waiting >= self._max_num_queued_reqs:
@@ -65,14 +68,19 @@ class Scheduler:
         request.arrival = self._num_arrived
         self._requests[request.request_id] = request
         self._planner.submit(request)
-        self.wake()
+        self._changed.set()
+
+    def _refuse_if_unusable(self) -> None:
+        for reason in (self.death, self._gate.fence):
+            if reason is not None:
+                raise type(reason)(str(reason)) from reason.__cause__
 
     def abort(self, request_id: str) -> None:
         """End a request now, with what it has; unknown and finished ids are ignored."""
         request = self._requests.get(request_id)
         if request is not None:
             self._end(request, "abort")
-            self.wake()
+            self._changed.set()
 
     def abort_all(self) -> None:
         for request_id in list(self._requests):
@@ -93,21 +101,42 @@ class Scheduler:
     async def _turn(self) -> None:
         lease = self._gate.try_lease() if self._planner.has_work(self._gate.state) else None
         if lease is None:
-            await self._work.wait()
+            await self._changed.wait()
             return
         with lease:
-            self._planner.free_finished(lease)
+            self._planner.release(lease)
             plan = self._planner.plan(lease, self._gate.state)
             if plan.chunks:
                 await self._step(lease, plan)
             if self._check_integrity:
                 self._cache.check_integrity()
         if not plan.chunks:
-            await self._work.wait()
+            await self._changed.wait()
 
-    def wake(self) -> None:
-        """Look for work again: a request came or went, or the gate has changed."""
-        self._work.set()
+    def hold_condition(self, mode: UpdateMode) -> Condition:
+        """When a pause in this mode has come to its end: at once, or when nothing that was started is left."""
+        return (lambda: True) if mode == "keep" else self.is_drained
+
+    # ---- what an update asks (`policy.roles.DrainTarget`)
+
+    def is_drained(self) -> bool:
+        return self._planner.is_drained()
+
+    def num_started(self) -> int:
+        return len(self._planner.started())
+
+    def abort_started(self) -> None:
+        for request in self._planner.started():
+            self._end(request, "abort")
+        self._changed.set()
+
+    def carry_over(self, kv: KVOnUpdate) -> None:
+        self._planner.carry_over(kv)
+
+    def fence(self, error: EngineInvalidatedError) -> None:
+        for request in list(self._requests.values()):
+            self._fail(request, error)
+        self._planner.forget_pages()
 
     async def _step(self, lease: StableLease, plan: StepPlan) -> None:
         lease.check(Operation.FORWARD)
@@ -163,7 +192,7 @@ class Scheduler:
         for sample in samples:
             if sample.state is RequestState.RUNNING:
                 self._finish_if_due(sample)
-        self._planner.free_finished(lease)
+        self._planner.release(lease)
         self._announce(sample.request for sample in samples)
 
     def _publish(self, lease: StableLease, plan: StepPlan) -> None:
@@ -182,7 +211,7 @@ class Scheduler:
         logger.error("a step failed: %r", error)
         for chunk in plan.chunks:
             self._fail(chunk.sample.request, error)
-        self._planner.free_finished(lease)
+        self._planner.release(lease)
 
     def _fail(self, request: Request, error: BaseException) -> None:
         request.error = request.error or error

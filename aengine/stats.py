@@ -20,7 +20,8 @@ class PrefixStats:
 @frozen
 class EngineStats:
     state: str
-    policy_version: int
+    policy_version: int | None
+    """None while the engine is fenced."""
     num_waiting: int
     num_running: int
     num_preemptions: int

@@ -5,24 +5,33 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import anyio
 import anyio.from_thread
 import anyio.lowlevel
 import torch
-from attrs import define, field
+from attrs import Factory, define, frozen
 
-__all__ = ["Worker"]
+__all__ = ["Outcome", "Worker"]
 
 T = TypeVar("T")
+
+
+@frozen
+class Outcome(Generic[T]):
+    """How a call ended: its result or its error, and the cancellation that came for the caller meanwhile, if any."""
+
+    result: T | None
+    error: BaseException | None
+    cancelled: BaseException | None
 
 
 @define(eq=False)
 class _Job:
     call: Callable[[], Any]
     token: Any
-    done: anyio.Event = field(factory=anyio.Event)
+    done: anyio.Event = Factory(anyio.Event)
     result: Any = None
     error: BaseException | None = None
 
@@ -46,9 +55,9 @@ class Worker:
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
-    async def run(self, call: Callable[[], T]) -> T:
-        """Run `call` in the thread. A cancellation is delivered only once the thread is done with it, so whatever the
-        call uses may be released by the caller's own unwinding."""
+    async def finish(self, call: Callable[[], T]) -> Outcome[T]:
+        """Run `call` in the thread to its end. A cancellation is not delivered but handed back, also a native one of
+        asyncio, which passes through shields; who calls this raises it when what must follow has been done."""
         job = _Job(call, anyio.lowlevel.current_token())
         self._jobs.put(job)
         cancelled: BaseException | None = None
@@ -56,14 +65,19 @@ class Worker:
             try:
                 with anyio.CancelScope(shield=True):
                     await job.done.wait()
-            except anyio.get_cancelled_exc_class() as late:  # a native asyncio cancellation passes a shield
+            except anyio.get_cancelled_exc_class() as late:
                 cancelled = late
-        if cancelled is not None:
-            raise cancelled
-        if job.error is not None:
-            raise job.error
-        result: T = job.result
-        return result
+        return Outcome(job.result, job.error, cancelled)
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """Run `call` in the thread. A cancellation is delivered only once the thread is done with it, so whatever the
+        call uses may be released by the caller's own unwinding."""
+        outcome = await self.finish(call)
+        if outcome.cancelled is not None:
+            raise outcome.cancelled
+        if outcome.error is not None:
+            raise outcome.error
+        return cast("T", outcome.result)
 
     def close(self) -> None:
         """Let the thread end after the job in hand; returns when it has."""
@@ -74,3 +88,4 @@ class Worker:
         torch.set_grad_enabled(False)
         while (job := self._jobs.get()) is not None:
             job.run()
+            del job

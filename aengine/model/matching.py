@@ -14,6 +14,7 @@ __all__ = ["match_tensors"]
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+FREQUENCIES = "rotary_emb.inv_freq"
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -25,7 +26,7 @@ def match_tensors(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, T
     every such name in it.
     """
     shapes = spec.tensor_shapes()
-    given = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+    given = {name: tensor for name, tensor in tensors.items() if not name.endswith(FREQUENCIES)}
     wrong = [
         f"{name}: {complaint}"
         for name, shape in shapes.items()
@@ -52,6 +53,13 @@ def complaint_about(tensor: object, shape: tuple[int, ...]) -> str:
     if tensor.is_meta:
         return "has no data (it is on the meta device)"
     return ""
+
+
+def is_ignored(spec: ModelSpec, name: str, tensor: Tensor, known: Mapping[str, Tensor]) -> bool:
+    """Whether `match_tensors` would leave out this tensor, given the embedding among those already `known`."""
+    return name.endswith(FREQUENCIES) or (
+        name == HEAD and spec.tie_word_embeddings and is_same(tensor, known[EMBEDDING])
+    )
 
 
 def is_same(head: object, embedding: Tensor) -> bool:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from aengine.kernels.invariance import LinearShape, Numerics
 from aengine.kernels.linear import Linear
 from aengine.model.spec import ModelSpec
 
-__all__ = ["DecoderWeights", "LayerWeights", "build_weights", "linear_shapes"]
+__all__ = ["DecoderWeights", "LayerWeights", "build_weights", "linear_shapes", "repack_weights"]
 
 
 @frozen(eq=False)
@@ -81,6 +81,25 @@ def build_weights(spec: ModelSpec, tensors: Mapping[str, Tensor], strategy: Nume
             final_norm=_copy(tensors["model.norm.weight"]),
             head=strategy.linear(head),
         )
+
+
+def repack_weights(weights: DecoderWeights) -> DecoderWeights:
+    """The same tensors, packed again after they were written over."""
+
+    def repack(linear: Linear) -> Linear:
+        return weights.strategy.linear(linear.weight, linear.bias)
+
+    layers = tuple(
+        evolve(
+            layer,
+            qkv=repack(layer.qkv),
+            output=repack(layer.output),
+            gate_up=repack(layer.gate_up),
+            down=repack(layer.down),
+        )
+        for layer in weights.layers
+    )
+    return evolve(weights, layers=layers, head=repack(weights.head))
 
 
 @frozen(eq=False)

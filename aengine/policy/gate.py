@@ -8,87 +8,80 @@ only way to get there. All methods are synchronous except the waiting ones, and 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
 
-from attrs import define, field
-
-from aengine.errors import StaleLeaseError
+from aengine.errors import EngineInvalidatedError, StaleLeaseError
+from aengine.policy.lease import StableLease
+from aengine.policy.ledger_records import TransitionRecord
 from aengine.policy.version import PolicyVersion
 from aengine.signal import Signal
-from statemachines.policy import Operation, PolicyMachine, PolicyState, Transition, Trigger, permits
+from statemachines.policy import Operation, PolicyMachine, PolicyState, Trigger, permits
 
-__all__ = ["PolicyGate", "StableLease"]
+__all__ = ["Condition", "PolicyGate"]
 
-
-@define(eq=False)
-class StableLease:
-    """The right to use the cache and the model while one version is stable; use it as a context manager.
-
-    Permission is checked when the lease is used, against the state the gate is in then.
-    """
-
-    version: PolicyVersion
-    _gate: PolicyGate = field(repr=False)
-    ended: bool = False
-
-    def check(self, operation: Operation) -> None:
-        """Raise `StaleLeaseError` unless this lease is alive and the present state permits `operation`."""
-        if self.ended:
-            raise StaleLeaseError(f"{operation.value!r} with a lease on version {self.version.number} that has ended")
-        if not permits(self._gate.state, operation):
-            raise StaleLeaseError(f"{operation.value!r} is not permitted in state {self._gate.state.value}")
-
-    @property
-    def epoch(self) -> int:
-        return self._gate.epoch
-
-    def bump_epoch(self) -> int:
-        """Make every indexed KV page unreachable: returns the new epoch. Only with permission to invalidate."""
-        self.check(Operation.INVALIDATE)
-        return self._gate.bump_epoch(self)
-
-    def end(self) -> None:
-        if not self.ended:
-            self.ended = True
-            self._gate.lease_ended(self)
-
-    def __enter__(self) -> StableLease:
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.end()
+Condition = Callable[[], bool]
+"""Pure and synchronous; asked again whenever a lease ends."""
 
 
 class PolicyGate:
-    """Owner of the policy machine, the installed version and the epoch."""
+    """Owner of the policy machine, the installed version and the epoch.
 
-    def __init__(self, version: PolicyVersion) -> None:
-        self._machine = PolicyMachine(self._transitioned)
-        self._observers: list[Callable[[], None]] = []
+    A pause is a *hold*: a drain that nobody ends until the hold is lifted. An update may come and go under it; when
+    that has settled, the gate is back in the hold.
+    """
+
+    def __init__(self, version: PolicyVersion, changed: Signal | None = None) -> None:
+        self._machine = PolicyMachine()
+        self._observers: list[Callable[[TransitionRecord], object]] = []
         self._version = version
         self._epoch = 0
         self._leases: set[StableLease] = set()
-        self._drain_done: Callable[[], bool] = _never
-        self.changed = Signal()
-        """Set at every transition and whenever a lease ends."""
+        self._hold: Condition | None = None
+        self._drain_done: Condition = _never
+        self._is_updating = False
+        self._fence: EngineInvalidatedError | None = None
+        self.changed = changed if changed is not None else Signal()
+        """Set at every transition, whenever a lease ends, and when the hold changes."""
+
+    # ---- what holds now
 
     @property
     def state(self) -> PolicyState:
         return self._machine.state
 
     @property
-    def version(self) -> PolicyVersion:
+    def version(self) -> PolicyVersion | None:
+        """The installed version; None while the weights are unknown."""
+        return None if self._fence is not None else self._version
+
+    def installed(self) -> PolicyVersion:
+        """The installed version. Raises `EngineInvalidatedError` while the weights are unknown."""
+        if self._fence is not None:
+            raise EngineInvalidatedError(str(self._fence))
         return self._version
+
+    @property
+    def last_number(self) -> int:
+        """The last number that was installed, known weights or not; the next is greater."""
+        return self._version.number
 
     @property
     def epoch(self) -> int:
         return self._epoch
 
-    def on_transition(self, observer: Callable[[], None]) -> None:
+    @property
+    def fence(self) -> EngineInvalidatedError | None:
+        """Why the engine is fenced, if it is: its weights are torn until a full update commits."""
+        return self._fence
+
+    @property
+    def is_held(self) -> bool:
+        return self._hold is not None
+
+    def on_transition(self, observer: Callable[[TransitionRecord], object]) -> None:
         """Call `observer` after every transition; it must not raise."""
         self._observers.append(observer)
+
+    # ---- leases
 
     def try_lease(self) -> StableLease | None:
         """A lease on the installed version, or None while there is no stable one.
@@ -99,44 +92,12 @@ class PolicyGate:
             return self._hand_out()
         return None
 
-    def drain(self, done: Callable[[], bool]) -> None:
-        """Enter Draining. `done` is the drain's condition: pure, synchronous, asked again whenever a lease ends."""
-        self._machine.fire(Trigger.DRAIN)
-        self._drain_done = done
+    def try_invalidation_lease(self) -> StableLease | None:
+        """A lease to invalidate with, also where a drain is done or the engine fenced; None while weights change.
 
-    async def drained(self) -> None:
-        """Wait until the drain's condition holds and no lease is in use. Cancelling changes nothing."""
-        while self._leases or not self._drain_done():
-            await self.changed.wait()
-
-    def cancel(self) -> None:
-        """Leave Draining for Serving; version and cache are as before."""
-        self._machine.fire(Trigger.CANCEL)
-
-    def swap(self) -> None:
-        """Enter Swapping. Raises `StaleLeaseError` while a lease is in use, so nothing runs while weights change."""
-        if self._leases:
-            raise StaleLeaseError(f"swap with {len(self._leases)} lease(s) in use")
-        self._machine.fire(Trigger.SWAP)
-
-    def rollback(self) -> None:
-        """Leave Swapping for Serving: nothing was written."""
-        self._machine.fire(Trigger.ROLLBACK)
-
-    def commit(self, version: PolicyVersion, invalidate: Callable[[StableLease], int]) -> int:
-        """Install `version`, drop every KV entry of the old one, and serve again, in one step.
-
-        `invalidate` gets a lease that permits nothing but invalidation and must bump the epoch with it; returns what
-        it returns, the number of entries dropped.
+        It must end before the next `await`.
         """
-        self._machine.fire(Trigger.COMMIT)
-        self._version = version
-        before = self._epoch
-        with self._hand_out() as lease:
-            dropped = invalidate(lease)
-        assert self._epoch > before, "an update was committed without invalidating the cache"
-        self._machine.fire(Trigger.RESUME)
-        return dropped
+        return self._hand_out() if permits(self.state, Operation.INVALIDATE) else None
 
     def bump_epoch(self, lease: StableLease) -> int:
         """For `StableLease.bump_epoch`."""
@@ -154,12 +115,133 @@ class PolicyGate:
         self._leases.add(lease)
         return lease
 
-    def _transitioned(self, transition: Transition) -> None:
-        if transition.dest is not PolicyState.DRAINING:
+    # ---- holds
+
+    def hold(self, done: Condition, reason: str) -> None:
+        """Pause: nothing new is admitted, and once `done` holds nothing runs. Replaces a hold that is in place.
+
+        While an update is on its way it only takes effect when that has settled.
+        """
+        self._hold = done
+        if self.state is PolicyState.SERVING:
+            self._fire(Trigger.DRAIN, reason)
+        if self.state is PolicyState.DRAINING and not self._is_updating:
+            self._drain_done = done
+        self.changed.set()
+
+    def lift(self, reason: str) -> None:
+        """End the hold; without one, do nothing."""
+        if self._hold is None:
+            return
+        self._hold = None
+        if self.state is PolicyState.DRAINING and not self._is_updating:
+            self._fire(Trigger.CANCEL, reason)
+        self.changed.set()
+
+    async def held(self) -> None:
+        """Wait until the hold's promise is kept: its condition holds, nothing runs, no update is on its way. Returns
+        early if the hold is lifted. Cancelling changes nothing."""
+        while self._hold is not None and (self._is_updating or self._leases or not self._is_quiet()):
+            await self.changed.wait()
+
+    def _is_quiet(self) -> bool:
+        return self.state is PolicyState.INVALIDATED or (self.state is PolicyState.DRAINING and self._drain_done())
+
+    # ---- the steps of an update
+
+    def drain(self, done: Condition, reason: str) -> None:
+        """Enter Draining for an update; under a hold, whichever condition comes first ends it."""
+        hold = self._hold
+        if hold is None or self.state is not PolicyState.DRAINING:
+            self._fire(Trigger.DRAIN, reason)
+            self._drain_done = done
+        else:
+            self._drain_done = lambda: (self._hold is hold and hold()) or done()
+        self._is_updating = True
+
+    async def drained(self) -> None:
+        """Wait until the drain's condition holds and no lease is in use. Cancelling changes nothing."""
+        while self._leases or not self._drain_done():
+            await self.changed.wait()
+
+    def cancel(self, reason: str) -> None:
+        """Withdraw an update that drains; version and cache are as before. Back to Serving, or to the hold."""
+        self._is_updating = False
+        if self._hold is None:
+            self._fire(Trigger.CANCEL, reason)
+        else:
+            self._drain_done = self._hold
+            self.changed.set()
+
+    def swap(self, reason: str) -> None:
+        """Enter Swapping. Raises `StaleLeaseError` while a lease is in use, so nothing runs while weights change."""
+        if self._leases:
+            raise StaleLeaseError(f"swap with {len(self._leases)} lease(s) in use")
+        self._fire(Trigger.SWAP, reason)
+        self._is_updating = True
+
+    @property
+    def can_roll_back(self) -> bool:
+        """Whether Swapping was entered from Draining, so that there is a version to go back to."""
+        return self._machine.entered_from_draining()
+
+    def rollback(self, reason: str) -> None:
+        """Leave Swapping: nothing was written. Back to Serving, or to the hold."""
+        self._fire(Trigger.ROLLBACK, reason)
+        self._settled(reason)
+
+    def commit(self, version: PolicyVersion, invalidate: Callable[[StableLease], int], reason: str) -> int:
+        """Install `version`, drop every KV entry of the old one, and serve again (or hold), in one step.
+
+        `invalidate` gets a lease that permits nothing but invalidation and must bump the epoch with it; returns what
+        it returns, the number of entries dropped.
+        """
+        self._fire(Trigger.COMMIT, reason, version)
+        dropped = self._invalidate(invalidate)
+        self._fire(Trigger.RESUME, reason)
+        self._settled(reason)
+        return dropped
+
+    def fail(self, error: EngineInvalidatedError, invalidate: Callable[[StableLease], int]) -> int:
+        """The weights are torn: leave Swapping for Invalidated, with no version, until a full update commits."""
+        self._fire(Trigger.FAIL, str(error), fence=error)
+        self._is_updating = False
+        return self._invalidate(invalidate)
+
+    def _invalidate(self, invalidate: Callable[[StableLease], int]) -> int:
+        before = self._epoch
+        with self._hand_out() as lease:
+            dropped = invalidate(lease)
+        assert self._epoch > before, "the cache was not invalidated"
+        return dropped
+
+    def _settled(self, reason: str) -> None:
+        """An update has settled and the machine is in Serving: fall back into the hold, if there is one."""
+        self._is_updating = False
+        if self._hold is not None:
+            self._fire(Trigger.DRAIN, f"held after {reason}")
+            self._drain_done = self._hold
+
+    def _fire(
+        self,
+        trigger: Trigger,
+        reason: str,
+        version: PolicyVersion | None = None,
+        fence: EngineInvalidatedError | None = None,
+    ) -> None:
+        """Take a transition and tell the observers. A commit installs `version`, which ends a fence."""
+        row = self._machine.fire(trigger)
+        if version is not None:
+            self._version = version
+        if version is not None or fence is not None:
+            self._fence = fence
+        if row.dest is not PolicyState.DRAINING:
             self._drain_done = _never
+        number = self.version.number if self.version is not None else None
+        record = TransitionRecord(trigger=trigger, source=row.source, dest=row.dest, version=number, reason=reason)
         self.changed.set()
         for observer in self._observers:
-            observer()
+            observer(record)
 
 
 def _never() -> bool:

@@ -8,6 +8,7 @@ that stands before it. So a line vouches for itself and, through `prev`, for eve
 from __future__ import annotations
 
 import hashlib
+import operator
 from datetime import UTC, datetime
 from typing import Annotated, Literal
 
@@ -57,7 +58,7 @@ class _Record(
     """Base of all kinds. `update` is the ordinal of an update within its run, counted from 1 as updates arrive."""
 
 
-class OpenRecord(_Record):
+class OpenRecord(_Record, frozen=True, kw_only=True):
     """A run begins, Serving at `version`."""
 
     run_id: str
@@ -70,7 +71,7 @@ class OpenRecord(_Record):
     """Length of the torn last line that was cut off before this run began."""
 
 
-class TransitionRecord(_Record):
+class TransitionRecord(_Record, frozen=True, kw_only=True):
     """The policy machine changed state. `version` is the number before or after it, None where that is unknown."""
 
     trigger: Trigger
@@ -80,7 +81,7 @@ class TransitionRecord(_Record):
     reason: str = ""
 
 
-class UpdateRecord(_Record):
+class UpdateRecord(_Record, frozen=True, kw_only=True):
     """An update reached a stage; written after the transition that brought it there. `version` is its target."""
 
     update: Count
@@ -89,7 +90,7 @@ class UpdateRecord(_Record):
     mode: str
 
 
-class CommitRecord(_Record):
+class CommitRecord(_Record, frozen=True, kw_only=True):
     """Every holder of weights has flipped. Must be durable before the version is published."""
 
     update: Count
@@ -99,14 +100,14 @@ class CommitRecord(_Record):
     previous: Count
 
 
-class WithdrawnRecord(_Record):
+class WithdrawnRecord(_Record, frozen=True, kw_only=True):
     """The commit in line `commit` may be on the disk, but its version was never published."""
 
     commit: Count
     reason: str
 
 
-class AckRecord(_Record):
+class AckRecord(_Record, frozen=True, kw_only=True):
     """The caller may be told. A no-op (unchanged weights) acknowledges the version that was installed before."""
 
     update: Count
@@ -115,7 +116,7 @@ class AckRecord(_Record):
     requests_affected: Count
 
 
-class InvalidationRecord(_Record):
+class InvalidationRecord(_Record, frozen=True, kw_only=True):
     """The prefix index was emptied; no KV of an epoch below `epoch` can be matched after this."""
 
     reason: str
@@ -123,7 +124,7 @@ class InvalidationRecord(_Record):
     epoch: Count
 
 
-class FailureRecord(_Record):
+class FailureRecord(_Record, frozen=True, kw_only=True):
     """An update ended without a commit. `torn`: it left weights that no version describes."""
 
     update: Count
@@ -132,13 +133,13 @@ class FailureRecord(_Record):
     reason: str
 
 
-class FenceRecord(_Record):
+class FenceRecord(_Record, frozen=True, kw_only=True):
     """The weights are torn: no sample is made until a full update commits."""
 
     reason: str
 
 
-class CloseRecord(_Record):
+class CloseRecord(_Record, frozen=True, kw_only=True):
     """The run ended in good order."""
 
 
@@ -166,7 +167,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     hash: str = ""
 
 
-_ENCODER = msgspec.json.Encoder()
+_ENCODER = msgspec.json.Encoder(enc_hook=operator.index)  # integers of numpy and torch, too
 _DECODER = msgspec.json.Decoder(Line)
 
 

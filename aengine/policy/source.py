@@ -1,20 +1,50 @@
-"""Where new weights come from."""
+"""Where new weights come from: a state dict, a module, a checkpoint, files, or a stream of tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterable, Mapping
+from pathlib import Path
 
 from torch import Tensor, nn
 
-__all__ = ["read_source"]
+from aengine.model.checkpoint import Checkpoint
+from aengine.model.tensor_files import read_file, read_safetensors
+from aengine.policy.pending import Tensors
+
+__all__ = ["WeightSource", "collect", "read_source"]
+
+WeightSource = Mapping[str, Tensor] | nn.Module | Checkpoint | str | Path | AsyncIterable[tuple[str, Tensor]]
 
 
-def read_source(source: Mapping[str, Tensor] | nn.Module) -> Mapping[str, Tensor]:
-    """The tensors of a state dict or of a module, by name; nothing is copied. Raises `TypeError` for anything else."""
-    tensors = source.state_dict() if isinstance(source, nn.Module) else source
-    if not isinstance(tensors, Mapping):
-        raise TypeError(f"weights come from a state dict or a torch module, not from {type(source).__name__}")
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"entry {name!r} of the weights is a {type(tensor).__name__}, not a tensor")
-    return tensors
+def read_source(source: WeightSource) -> Tensors:
+    """The tensors by name, or the stream they come in; nothing is copied yet, and files are mapped, not read.
+
+    A path names a safetensors file or a directory with some. Raises `CheckpointError` for files that cannot be read
+    and `TypeError` for anything that is not a source.
+    """
+    if isinstance(source, str | Path):
+        path = Path(source)
+        return read_safetensors(path) if path.is_dir() else read_file(path)
+    if isinstance(source, Checkpoint):
+        return source.tensors
+    if isinstance(source, nn.Module):
+        return source.state_dict()
+    if isinstance(source, Mapping | AsyncIterable):
+        return source
+    raise TypeError(
+        "weights come from a state dict, a module, a checkpoint, a path or an async iterator of (name, tensor), "
+        f"not from {type(source).__name__}"
+    )
+
+
+async def collect(tensors: Tensors) -> Mapping[str, Tensor]:
+    """All tensors of a source by name. Those of a stream are copied as they come, since its buffers may be reused;
+    reading it is never shielded, so it can be cancelled at each tensor."""
+    if isinstance(tensors, Mapping):
+        return tensors
+    collected: dict[str, Tensor] = {}
+    async for name, tensor in tensors:
+        if name in collected:
+            raise ValueError(f"the stream of weights has {name!r} twice")
+        collected[name] = tensor.detach().clone()
+    return collected

@@ -1,237 +1,251 @@
-"""The weight update: one transaction in four steps, with one of two outcomes: committed, or untouched.
+"""The weight update: one transaction in four steps, with one of three outcomes: committed, untouched, or fenced.
 
-Updates run one at a time, in order of arrival, in a task of the engine's own. Callers only await the outcome, so a
-caller that is cancelled cannot tear an update: before the flip its update is withdrawn and nothing has changed, after
-the flip it completes.
+A transaction runs in a task of the engine's own (`updater`); its caller only awaits the outcome. Withdrawn before the
+flip, it leaves everything as it was; after the flip it completes. Only `staging="none"`, which writes over the
+installed weights as it reads, can tear them; then the engine is fenced until a full update commits.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from functools import partial
 
 import anyio
 import anyio.to_thread
-from attrs import Factory, define, field, frozen
-from torch import Tensor
+from attrs import Factory, define
 
-from aengine.errors import EngineError, WeightUpdateError
-from aengine.policy.gate import PolicyGate, StableLease
+from aengine.errors import EngineError, EngineInvalidatedError, WeightUpdateError
+from aengine.policy.gate import Condition, PolicyGate
+from aengine.policy.journal import Journal
+from aengine.policy.lease import StableLease
+from aengine.policy.ledger_records import (
+    AckRecord,
+    CommitRecord,
+    FailureRecord,
+    FenceRecord,
+    InvalidationRecord,
+    UpdateRecord,
+    UpdateStage,
+    WithdrawnRecord,
+)
+from aengine.policy.pending import PendingUpdate, WeightUpdateAck
+from aengine.policy.roles import DrainTarget, StagedWeights, WeightHolder
+from aengine.policy.source import collect
 from aengine.policy.version import PolicyVersion, next_number
-from aengine.signal import Signal
+from aengine.worker import Worker
 from statemachines.policy import PolicyState
 
-__all__ = ["DrainTarget", "StagedWeights", "WeightHolder", "WeightUpdate", "WeightUpdateAck", "WeightUpdater"]
+__all__ = ["Invalidate", "Transaction"]
 
+Invalidate = Callable[[StableLease, bool], int]
+"""Drops every KV entry, and where told so ends all ownership of pages; returns the number of entries."""
 
-@frozen(eq=False)
-class StagedWeights:
-    """New weights, copied and packed beside the installed ones, and the digest of the copy."""
-
-    weights: Any
-    digest: str
-
-
-class WeightHolder(Protocol):
-    """Whatever holds the model's weights."""
-
-    def stage(self, tensors: Mapping[str, Tensor]) -> StagedWeights:
-        """Check `tensors` against the model, then copy and pack them; runs off the event loop, changes nothing."""
-
-    def flip(self, staged: StagedWeights) -> None:
-        """Use `staged` from now on: one assignment, which happens or raises."""
-
-
-class DrainTarget(Protocol):
-    """Whatever runs requests."""
-
-    def is_drained(self) -> bool:
-        """Whether no request holds tokens of the installed version any more."""
-
-    def num_started(self) -> int:
-        """How many requests hold tokens of the installed version."""
-
-
-@frozen
-class WeightUpdateAck:
-    """A committed update: the version is installed, acknowledged by every holder, and no older KV can be matched."""
-
-    policy_version: int
-    previous: int
-    digest: str
-    train_step: int | None
-    mode: str
-    pages_invalidated: int
-    """Entries the prefix index held when the update was committed."""
-    requests_affected: int
-    """Requests that held tokens of the previous version when the drain began."""
-    seconds: float
-    """From the update's turn to its commit, staging and drain included."""
+HOW_TO_RECOVER = "only a full update_weights() that commits makes it usable again"
 
 
 @define(eq=False)
-class WeightUpdate:
-    """One update on its way. `version`, `expected_version` and `train_step` as in `Engine.update_weights`."""
+class Transaction:
+    """What every update needs; `run` is one update from its turn to its outcome."""
 
-    tensors: Mapping[str, Tensor] = field(repr=False)
-    version: int | None = None
-    expected_version: int | None = None
-    train_step: int | None = None
-    mode: str = "wait"
-    stage: str = "stage"
-    withdrawn: bool = False
-    ack: WeightUpdateAck | None = None
-    error: BaseException | None = None
-    scope: anyio.CancelScope = Factory(anyio.CancelScope)
-    settled: Signal = Factory(Signal)
+    gate: PolicyGate
+    holder: WeightHolder
+    target: DrainTarget
+    invalidate: Invalidate
+    journal: Journal
+    worker: Worker
+    """The thread that runs the model; what writes over installed weights runs there too."""
+    _stager: anyio.CapacityLimiter = Factory(lambda: anyio.CapacityLimiter(1))
 
-    @property
-    def is_settled(self) -> bool:
-        return self.ack is not None or self.error is not None
-
-    def settle(self, ack: WeightUpdateAck | None = None, error: BaseException | None = None) -> None:
-        if not self.is_settled:
-            self.ack, self.error = ack, error
-            self.settled.set()
-
-    def outcome(self) -> WeightUpdateAck:
-        if self.error is not None:
-            raise self.error
-        assert self.ack is not None
-        return self.ack
-
-
-class WeightUpdater:
-    """Runs updates one after the other; owner of the queue of updates."""
-
-    def __init__(
-        self,
-        gate: PolicyGate,
-        holder: WeightHolder,
-        target: DrainTarget,
-        invalidate: Callable[[StableLease], int],
-    ) -> None:
-        self._gate, self._holder, self._target, self._invalidate = gate, holder, target, invalidate
-        self._queue: deque[WeightUpdate] = deque()
-        self._current: WeightUpdate | None = None
-        self._arrived = Signal()
-        self._stager = anyio.CapacityLimiter(1)
-
-    async def submit(self, update: WeightUpdate) -> WeightUpdateAck:
-        """Queue an update and await its outcome. Cancelled before the flip, it is withdrawn and nothing changes."""
-        self._queue.append(update)
-        self._arrived.set()
-        try:
-            while not update.is_settled:
-                await update.settled.wait()
-        except BaseException:
-            self._withdraw(update, "its caller was cancelled")
-            raise
-        return update.outcome()
-
-    async def run(self) -> None:
-        """Run queued updates until cancelled."""
-        while True:
-            while self._queue:
-                self._current = self._queue.popleft()
-                await self._settle(self._current)
-                self._current = None
-            await self._arrived.wait()
-
-    def withdraw_all(self, error: EngineError) -> None:
-        """Withdraw every update that has not come to its flip; their callers get `error`."""
-        for update in [*self._queue, *([self._current] if self._current else [])]:
-            update.settle(error=error)
-            self._withdraw(update, str(error))
-
-    def _withdraw(self, update: WeightUpdate, reason: str) -> None:
-        update.settle(error=self._failure(update, f"withdrawn: {reason}"))
-        update.withdrawn = True
-        if update is not self._current:
-            if update in self._queue:
-                self._queue.remove(update)
-            return
-        if self._gate.state is PolicyState.DRAINING:
-            self._gate.cancel()
-        update.scope.cancel()
-
-    async def _settle(self, update: WeightUpdate) -> None:
-        with update.scope:
-            try:
-                update.settle(ack=await self._transact(update))
-            except EngineError as error:
-                update.settle(error=error)
-            except BaseException:
-                update.settle(error=self._failure(update, "the engine was stopped"))
-                raise
-
-    async def _transact(self, update: WeightUpdate) -> WeightUpdateAck:
+    async def run(self, update: PendingUpdate) -> WeightUpdateAck:
+        """Stage, drain, swap, commit. Raises `StaleVersionError` or `WeightUpdateError`, with all it did undone, or
+        with the engine fenced."""
         started = time.monotonic()
-        previous = self._gate.version
-        number = next_number(previous.number, update.version, update.expected_version)
+        previous = self.gate.last_number
+        update.number = next_number(previous, update.version, update.expected_version)
         staged = await self._stage(update)
         affected = await self._drain(update)
-        version = PolicyVersion(number, staged.digest, update.train_step)
-        self._swap(update, staged)
+        version = await self._swap(update, staged)
         dropped = self._commit(update, version)
+        await self._acknowledge(update, version, dropped, affected)
         return WeightUpdateAck(
-            policy_version=number,
-            previous=previous.number,
-            digest=staged.digest,
-            train_step=update.train_step,
+            policy_version=version.number,
+            previous=previous,
+            digest=version.digest,
+            train_step=version.train_step,
             mode=update.mode,
+            casts={} if staged is None else staged.casts,
             pages_invalidated=dropped,
             requests_affected=affected,
             seconds=time.monotonic() - started,
         )
 
-    async def _stage(self, update: WeightUpdate) -> StagedWeights:
+    # ---- 1. stage: nothing is touched
+
+    async def _stage(self, update: PendingUpdate) -> StagedWeights | None:
+        """Check everything that can be checked; unless the update writes in place, copy and pack it too."""
+        staged = None
         with self._step(update, "stage"):
-            staged = await anyio.to_thread.run_sync(self._holder.stage, update.tensors, limiter=self._stager)
+            if not update.in_place:
+                tensors = await collect(update.tensors)
+                stage = partial(self.holder.stage, tensors, check_finite=update.check_finite)
+                staged = await anyio.to_thread.run_sync(stage, limiter=self._stager)
+            elif isinstance(update.tensors, Mapping):
+                update.tensors = self.holder.check(update.tensors)
         self._refuse_if_withdrawn(update)
+        self._reached(update, "staged")
         return staged
 
-    async def _drain(self, update: WeightUpdate) -> int:
+    # ---- 2. drain: the version still stands
+
+    async def _drain(self, update: PendingUpdate) -> int:
+        """Wait until nothing uses the weights. A fenced engine has nothing to drain."""
+        if self.gate.fence is not None:
+            return 0
         with self._step(update, "drain"):
-            affected = self._target.num_started()
-            self._gate.drain(self._target.is_drained)
+            affected = self.target.num_started()
+            self.gate.drain(self._drain_condition(update), update.name)
+            self._reached(update, "draining")
             try:
-                await self._gate.drained()
+                if update.mode == "abort":
+                    self.target.abort_started()
+                await self.gate.drained()
             except BaseException:
-                if self._gate.state is PolicyState.DRAINING:
-                    self._gate.cancel()
+                self.leave_drain(update)
                 raise
         self._refuse_if_withdrawn(update)
         return affected
 
-    def _swap(self, update: WeightUpdate, staged: StagedWeights) -> None:
-        with self._step(update, "swap"):
-            self._gate.swap()
-            try:
-                self._holder.flip(staged)
-            except BaseException:
-                self._gate.rollback()
-                raise
+    def _drain_condition(self, update: PendingUpdate) -> Condition:
+        return _at_once if update.mode == "keep" else self.target.is_drained
 
-    def _commit(self, update: WeightUpdate, version: PolicyVersion) -> int:
-        with self._step(update, "commit"):
-            return self._gate.commit(version, self._invalidate)
+    def leave_drain(self, update: PendingUpdate) -> None:
+        if self.gate.state is PolicyState.DRAINING:
+            self.gate.cancel(f"{update.name} withdrawn")
+
+    # ---- 3. swap: nothing runs
+
+    async def _swap(self, update: PendingUpdate, staged: StagedWeights | None) -> PolicyVersion:
+        """Change the weights, and make the commit record durable before anybody can see the version. What was
+        installed lives until then, and a failure flips back to it."""
+        assert update.number is not None
+        with self._step(update, "swap"):
+            self.gate.swap(update.name)
+            self._reached(update, "swapping")
+            undo = None
+            try:
+                if staged is None:
+                    digest = await self._write_over(update)
+                else:
+                    digest, undo = staged.digest, self.holder.flip(staged)
+                version = PolicyVersion(update.number, digest, update.train_step)
+                await self._make_durable(update, version)
+            except BaseException as cause:
+                self._undo(update, cause, undo, written=staged is None)
+                raise
+        return version
+
+    async def _write_over(self, update: PendingUpdate) -> str:
+        """Write tensors over the installed ones as they come; the caller's stream is not shielded."""
+        writer = self.holder.open_writer()
+        if isinstance(update.tensors, Mapping):
+            for name, tensor in update.tensors.items():
+                await self.worker.run(partial(writer.write, name, tensor))
+        else:
+            async for name, tensor in update.tensors:
+                await self.worker.run(partial(writer.write, name, tensor))
+        return await self.worker.run(partial(writer.finish, check_finite=update.check_finite))
+
+    async def _make_durable(self, update: PendingUpdate, version: PolicyVersion) -> None:
+        """Write the commit record to the disk; from here on a cancellation no longer stops the update."""
+        update.stage = "commit"
+        record = CommitRecord(
+            update=update.ordinal,
+            version=version.number,
+            digest=version.digest,
+            train_step=version.train_step,
+            previous=self.gate.last_number,
+        )
+        line = self.journal.append(record)
+        outcome = await self.journal.durable()
+        update.late_cancellation = outcome.cancelled
+        if outcome.error is not None:
+            self.journal.append(WithdrawnRecord(commit=line, reason=str(outcome.error)))
+            raise outcome.error
+
+    def _undo(self, update: PendingUpdate, cause: BaseException, undo: StagedWeights | None, *, written: bool) -> None:
+        """Leave Swapping for what holds now: the old version where the old weights are back, else the fence."""
+        if undo is not None:
+            self.holder.flip(undo)
+        if not written and self.gate.can_roll_back:
+            self.gate.rollback(f"{update.name} failed")
+        else:
+            self.tear(f"{update.name} failed when weights had been written: {_reason(cause)}")
+
+    def tear(self, reason: str) -> None:
+        """In Swapping: nobody knows what the weights are. Fence the engine."""
+        error = EngineInvalidatedError(f"the engine is fenced: {reason}; {HOW_TO_RECOVER}")
+        self.gate.fail(error, partial(self._invalidate, reason=reason, end_ownership=True))
+        self.journal.append(FenceRecord(reason=reason))
+        self.target.fence(error)
+
+    # ---- 4. commit: old KV is unreachable, then the version serves
+
+    def _commit(self, update: PendingUpdate, version: PolicyVersion) -> int:
+        self.target.carry_over(update.kv)
+        return self.gate.commit(version, partial(self._invalidate, reason=update.name), update.name)
+
+    def _invalidate(self, lease: StableLease, *, reason: str, end_ownership: bool = False) -> int:
+        dropped = self.invalidate(lease, end_ownership)
+        self.journal.append(InvalidationRecord(reason=reason, entries=dropped, epoch=lease.epoch))
+        return dropped
+
+    async def _acknowledge(self, update: PendingUpdate, version: PolicyVersion, dropped: int, affected: int) -> None:
+        """The version stands, whatever becomes of these last records."""
+        self.journal.append(
+            AckRecord(
+                update=update.ordinal,
+                version=version.number,
+                pages_invalidated=dropped,
+                requests_affected=affected,
+            )
+        )
+        outcome = await self.journal.durable()
+        update.late_cancellation = update.late_cancellation or outcome.cancelled
+
+    # ---- for all steps
+
+    def _reached(self, update: PendingUpdate, stage: UpdateStage) -> None:
+        assert update.number is not None
+        self.journal.append(UpdateRecord(update=update.ordinal, stage=stage, version=update.number, mode=update.mode))
 
     @contextmanager
-    def _step(self, update: WeightUpdate, stage: str) -> Iterator[None]:
+    def _step(self, update: PendingUpdate, stage: str) -> Iterator[None]:
         """Name the step in `update`, and turn what goes wrong in it into a `WeightUpdateError` that keeps the cause."""
         update.stage = stage
         try:
             yield
         except Exception as cause:
-            raise self._failure(update, str(cause) or type(cause).__name__) from cause
+            raise self.failure(update, _reason(cause)) from cause
 
-    def _refuse_if_withdrawn(self, update: WeightUpdate) -> None:
-        if update.withdrawn:
-            raise self._failure(update, "withdrawn")
+    def _refuse_if_withdrawn(self, update: PendingUpdate) -> None:
+        if update.withdrawn is not None:
+            raise self.failure(update, update.withdrawn)
 
-    def _failure(self, update: WeightUpdate, reason: str) -> WeightUpdateError:
-        return WeightUpdateError(update.stage, self._gate.state.value, reason)
+    def failure(self, update: PendingUpdate, reason: str) -> WeightUpdateError:
+        return WeightUpdateError(update.stage, self.gate.state.value, reason)
+
+    def record_failure(self, update: PendingUpdate, error: BaseException) -> None:
+        """Every update that did not commit ends in a record of why, when Swapping has been left."""
+        torn = self.gate.fence is not None and update.stage in ("swap", "commit")
+        stage = update.stage if isinstance(error, EngineError) else "cancelled"
+        self.journal.append(FailureRecord(update=update.ordinal, stage=stage, torn=torn, reason=_reason(error)))
+
+
+def _at_once() -> bool:
+    return True
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) or type(error).__name__

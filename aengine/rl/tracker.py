@@ -9,17 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from aengine.policy.update import WeightUpdateAck
+from aengine.policy.pending import WeightUpdateAck
 
 __all__ = ["PolicyTracker", "WeightReceiver"]
 
 
 class WeightReceiver(Protocol):
-    """What `PolicyTracker.push` needs of an engine."""
+    """What `PolicyTracker.push` needs of an engine: `Engine.update_weights`."""
 
-    async def update_weights(
-        self, source: Mapping[str, Tensor], *, train_step: int | None = None, **options: Any
-    ) -> WeightUpdateAck: ...
+    async def update_weights(self, *args: Any, **kwargs: Any) -> WeightUpdateAck: ...
 
 
 class PolicyTracker:
@@ -56,7 +54,7 @@ class PolicyTracker:
         return self.train_step - (self.pushed_step or 0)
 
     async def push(
-        self, engine: WeightReceiver, source: Mapping[str, Tensor] | None = None, **options: Any
+        self, engine: WeightReceiver, source: Mapping[str, Tensor] | nn.Module | None = None, **options: Any
     ) -> WeightUpdateAck:
         """Update the engine's weights, labelled with this tracker's `train_step`; `options` go to `update_weights`.
 

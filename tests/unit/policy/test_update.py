@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import tempfile
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
 
 import anyio
 import pytest
@@ -11,19 +14,54 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from aengine.errors import EngineClosedError, StaleVersionError, WeightsMismatchError, WeightUpdateError
-from aengine.policy.gate import PolicyGate, StableLease
-from aengine.policy.update import StagedWeights, WeightUpdate, WeightUpdateAck, WeightUpdater
+from aengine.errors import (
+    EngineClosedError,
+    EngineInvalidatedError,
+    LedgerError,
+    StaleVersionError,
+    WeightsMismatchError,
+    WeightUpdateError,
+)
+from aengine.events import EventLog
+from aengine.policy.gate import PolicyGate
+from aengine.policy.journal import Journal
+from aengine.policy.lease import StableLease
+from aengine.policy.ledger import Ledger
+from aengine.policy.ledger_check import check_ledger
+from aengine.policy.ledger_records import Record
+from aengine.policy.pending import PendingUpdate, WeightUpdateAck
+from aengine.policy.roles import StagedWeights
+from aengine.policy.update import Transaction
+from aengine.policy.updater import WeightUpdater
 from aengine.policy.version import PolicyVersion
 from aengine.signal import Signal
+from aengine.worker import Worker
 from statemachines.policy import PolicyState
 
 BACKENDS = ["asyncio", "trio"]
 
 
 @define
+class Writer:
+    """Writes into a holder in place; fails at the tensor called "bad"."""
+
+    holder: Holder
+    names: list[str] = field(factory=list)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        self.holder.installed = StagedWeights("torn", "")
+        if name == "bad":
+            raise WeightsMismatchError(unexpected=[name])
+        self.names.append(name)
+
+    def finish(self, *, check_finite: bool) -> str:
+        self.holder.installed = StagedWeights("+".join(self.names), "written")
+        return "written"
+
+
+@define
 class Holder:
-    """Holds one tensor; staging can be held up or made to fail."""
+    """Holds a name for its weights; staging can be held up, staging and flipping made to fail."""
 
     installed: StagedWeights = StagedWeights("w0", "d0")
     error: Exception | None = None
@@ -31,22 +69,33 @@ class Holder:
     may_stage: threading.Event = field(factory=threading.Event)
     staged: list[Mapping[str, Tensor]] = field(factory=list)
 
-    def stage(self, tensors: Mapping[str, Tensor]) -> StagedWeights:
+    def stage(self, tensors: Mapping[str, Tensor], *, check_finite: bool) -> StagedWeights:
         assert self.may_stage.wait(5)
         self.staged.append(tensors)
         if self.error is not None:
             raise self.error
         return StagedWeights(f"w{len(self.staged)}", f"d{len(self.staged)}")
 
-    def flip(self, staged: StagedWeights) -> None:
+    def check(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        if self.error is not None:
+            raise self.error
+        return tensors
+
+    def flip(self, staged: StagedWeights) -> StagedWeights:
         if self.flip_error is not None:
             raise self.flip_error
-        self.installed = staged
+        previous, self.installed = self.installed, staged
+        return previous
+
+    def open_writer(self) -> Writer:
+        return Writer(self)
 
 
 @define
 class Target:
     started: int = 0
+    carried: list[str] = field(factory=list)
+    fenced: list[EngineInvalidatedError] = field(factory=list)
 
     def is_drained(self) -> bool:
         return self.started == 0
@@ -54,46 +103,107 @@ class Target:
     def num_started(self) -> int:
         return self.started
 
+    def abort_started(self) -> None:
+        self.started = 0
+
+    def carry_over(self, kv: str) -> None:
+        self.carried.append(kv)
+
+    def fence(self, error: EngineInvalidatedError) -> None:
+        self.started = 0
+        self.fenced.append(error)
+
+
+@define
+class Disk:
+    """A ledger file whose syncs can be made to fail or to take until told."""
+
+    ledger: Ledger
+    error: OSError | None = None
+    may_sync: threading.Event = field(factory=threading.Event)
+
+    def append(self, record: Record) -> int:
+        return self.ledger.append(record)
+
+    def sync(self) -> None:
+        assert self.may_sync.wait(5)
+        if self.error is not None:
+            raise LedgerError(self.ledger.path, "no space left") from self.error
+        self.ledger.sync()
+
+    def close(self) -> None:
+        self.ledger.close()
+
 
 @define
 class Bench:
+    path: Path
     holder: Holder = field(factory=Holder)
     target: Target = field(factory=Target)
     gate: PolicyGate = field(factory=lambda: PolicyGate(PolicyVersion(0, "d0")))
     dropped: int = 5
+    owned: bool = True
+    disk: Disk = field(init=False)
+    journal: Journal = field(init=False)
+    worker: Worker = field(init=False)
     updater: WeightUpdater = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.updater = WeightUpdater(self.gate, self.holder, self.target, self._invalidate)
+        self.disk = Disk(Ledger.open(self.path, run_id="test", digest="d0"))
+        self.disk.may_sync.set()
         self.holder.may_stage.set()
+        self.journal = Journal(EventLog(), self.disk)  # type: ignore[arg-type]
+        self.gate.on_transition(self.journal.append)
+        self.worker = Worker("test worker")
+        self.updater = WeightUpdater(
+            Transaction(self.gate, self.holder, self.target, self._invalidate, self.journal, self.worker)
+        )
 
-    def _invalidate(self, lease: StableLease) -> int:
+    def _invalidate(self, lease: StableLease, end_ownership: bool) -> int:
         lease.bump_epoch()
+        self.owned = self.owned and not end_ownership
         return self.dropped
 
-    async def update(self, **fields: object) -> WeightUpdateAck:
-        return await self.updater.submit(WeightUpdate({"w": torch.zeros(1)}, **fields))  # type: ignore[arg-type]
+    async def update(self, tensors: object = None, **fields: object) -> WeightUpdateAck:
+        tensors = {"w": torch.zeros(1)} if tensors is None else tensors
+        return await self.updater.submit(PendingUpdate(tensors, **fields))  # type: ignore[arg-type]
+
+    async def until(self, state: PolicyState) -> None:
+        while self.gate.state is not state:
+            await anyio.lowlevel.checkpoint()
 
     def finish_requests(self) -> None:
         self.target.started = 0
-        lease = self.gate.try_lease()
-        assert lease is None
         self.gate.changed.set()
 
     def assert_untouched(self) -> None:
         assert (self.gate.state, self.gate.version, self.gate.epoch) == (PolicyState.SERVING, PolicyVersion(0, "d0"), 0)
         assert self.holder.installed.weights == "w0"
 
+    def close(self) -> list[str]:
+        """Close everything; returns what the offline check finds wrong with the ledger, and the versions in it."""
+        self.worker.close()
+        self.journal.close()
+        report = check_ledger(self.path.read_bytes())
+        return [finding.message for finding in report.findings]
+
 
 def with_updater(backend: str, scenario: Callable[[Bench], Awaitable[None]]) -> None:
-    async def main() -> None:
-        bench = Bench()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(bench.updater.run)
-            await scenario(bench)
-            tasks.cancel_scope.cancel()
+    """Run a scenario beside an updater; the ledger it leaves must be legal."""
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder) / "ledger.jsonl")
 
-    anyio.run(main, backend=backend)
+        async def main() -> None:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(bench.updater.run)
+                await scenario(bench)
+                tasks.cancel_scope.cancel()
+
+        try:
+            anyio.run(main, backend=backend)
+        finally:
+            findings = bench.close()
+        assert findings == []
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -119,8 +229,7 @@ def test_it_waits_for_started_requests_and_counts_them(backend: str) -> None:
 
         async with anyio.create_task_group() as callers:
             callers.start_soon(caller)
-            while bench.gate.state is not PolicyState.DRAINING:
-                await anyio.lowlevel.checkpoint()
+            await bench.until(PolicyState.DRAINING)
             await anyio.wait_all_tasks_blocked()
             assert not acks
             bench.finish_requests()
@@ -226,8 +335,7 @@ def test_a_caller_cancelled_while_it_drains_withdraws_the_update_at_once(backend
                     after.set()
 
             callers.start_soon(caller)
-            while bench.gate.state is not PolicyState.DRAINING:
-                await anyio.lowlevel.checkpoint()
+            await bench.until(PolicyState.DRAINING)
             callers.cancel_scope.cancel()
         bench.assert_untouched()
         bench.target.started = 0
@@ -265,8 +373,7 @@ def test_closing_withdraws_what_has_not_flipped_and_tells_the_callers(backend: s
         async with anyio.create_task_group() as callers:
             callers.start_soon(caller)
             callers.start_soon(caller)
-            while bench.gate.state is not PolicyState.DRAINING:
-                await anyio.lowlevel.checkpoint()
+            await bench.until(PolicyState.DRAINING)
             bench.updater.withdraw_all(EngineClosedError("the engine was closed"))
         assert len(errors) == 2
         bench.assert_untouched()
@@ -275,8 +382,6 @@ def test_closing_withdraws_what_has_not_flipped_and_tells_the_callers(backend: s
 
 
 def test_a_native_timeout_around_an_update_gets_through() -> None:
-    import asyncio
-
     async def scenario(bench: Bench) -> None:
         bench.target.started = 1
         with pytest.raises(TimeoutError):
@@ -284,3 +389,143 @@ def test_a_native_timeout_around_an_update_gets_through() -> None:
         bench.assert_untouched()
 
     with_updater("asyncio", scenario)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_abort_mode_ends_what_has_started(backend: str) -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.target.started = 2
+        ack = await bench.update(mode="abort")
+        assert (ack.requests_affected, ack.mode, bench.target.started) == (2, "abort", 0)
+
+    with_updater(backend, scenario)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kv", ["recompute", "keep"])
+def test_keep_mode_carries_requests_over(backend: str, kv: str) -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.target.started = 2
+        ack = await bench.update(mode="keep", kv=kv)
+        assert (ack.requests_affected, bench.target.started, bench.target.carried) == (2, 2, [kv])
+
+    with_updater(backend, scenario)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_commit_record_that_cannot_be_written_flips_back(backend: str) -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.disk.error = OSError("no space left")
+        with pytest.raises(WeightUpdateError, match="no space left") as failed:
+            await bench.update()
+        assert (failed.value.stage, failed.value.engine_state) == ("commit", "Serving")
+        bench.assert_untouched()
+        bench.disk.error = None
+        assert (await bench.update()).policy_version == 1
+
+    with_updater(backend, scenario)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("how", ["scope", "native"])
+def test_a_caller_cancelled_after_the_flip_changes_nothing(backend: str, how: str) -> None:
+    if (backend, how) == ("trio", "native"):
+        return
+
+    async def scenario(bench: Bench) -> None:
+        bench.disk.may_sync.clear()
+        if how == "native":
+            caller = asyncio.ensure_future(bench.update())
+            await bench.until(PolicyState.SWAPPING)
+            caller.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await caller
+        else:
+            async with anyio.create_task_group() as callers:
+                callers.start_soon(bench.update)
+                await bench.until(PolicyState.SWAPPING)
+                callers.cancel_scope.cancel()
+        assert bench.holder.installed.weights == "w1"
+        bench.disk.may_sync.set()
+        await bench.until(PolicyState.SERVING)
+        assert bench.gate.version == PolicyVersion(1, "d1")
+
+    with_updater(backend, scenario)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_stream_of_tensors_is_staged_like_a_state_dict(backend: str) -> None:
+    async def stream() -> AsyncIterator[tuple[str, Tensor]]:
+        for name in "ab":
+            await anyio.lowlevel.checkpoint()
+            yield name, torch.zeros(2)
+
+    async def scenario(bench: Bench) -> None:
+        await bench.update(stream())
+        assert sorted(bench.holder.staged[0]) == ["a", "b"]
+
+    with_updater(backend, scenario)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_in_place_update_commits_what_was_written(backend: str) -> None:
+    async def scenario(bench: Bench) -> None:
+        ack = await bench.update({"a": torch.zeros(1), "b": torch.zeros(1)}, in_place=True)
+        assert (ack.digest, bench.holder.installed.weights) == ("written", "a+b")
+        assert bench.gate.state is PolicyState.SERVING
+
+    with_updater(backend, scenario)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_in_place_update_refused_before_it_writes_leaves_everything(backend: str) -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.holder.error = WeightsMismatchError(missing=["a"])
+        with pytest.raises(WeightUpdateError):
+            await bench.update(in_place=True)
+        bench.assert_untouched()
+
+    with_updater(backend, scenario)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_torn_update_fences_until_a_full_update_commits(backend: str) -> None:
+    async def broken() -> AsyncIterator[tuple[str, Tensor]]:
+        yield "a", torch.zeros(1)
+        raise OSError("the trainer went away")
+
+    async def scenario(bench: Bench) -> None:
+        bench.target.started = 0
+        for source in (broken(), {"a": torch.zeros(1), "bad": torch.zeros(1)}):
+            with pytest.raises(WeightUpdateError) as failed:
+                await bench.update(source, in_place=True)
+            assert (failed.value.stage, failed.value.engine_state) == ("swap", "Invalidated")
+            assert (bench.gate.state, bench.gate.version) == (PolicyState.INVALIDATED, None)
+            assert not bench.owned
+        assert "update_weights" in str(bench.target.fenced[0])
+        assert len(bench.target.fenced) == 2
+        with pytest.raises(StaleVersionError):
+            await bench.update(version=0)
+        assert (await bench.update()).policy_version == 1
+        assert (bench.gate.state, bench.gate.fence) == (PolicyState.SERVING, None)
+
+    with_updater(backend, scenario)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_caller_cancelled_while_its_update_writes_in_place_fences(backend: str) -> None:
+    async def endless() -> AsyncIterator[tuple[str, Tensor]]:
+        yield "a", torch.zeros(1)
+        await anyio.sleep_forever()
+
+    async def scenario(bench: Bench) -> None:
+        async with anyio.create_task_group() as callers:
+            callers.start_soon(lambda: bench.update(endless(), in_place=True))
+            await bench.until(PolicyState.SWAPPING)
+            await anyio.wait_all_tasks_blocked()
+            callers.cancel_scope.cancel()
+        await bench.until(PolicyState.INVALIDATED)
+        assert bench.gate.fence is not None
+        assert (await bench.update()).policy_version == 1
+
+    with_updater(backend, scenario)

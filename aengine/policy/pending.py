@@ -1,0 +1,81 @@
+"""An update on its way, as its caller and the updater see it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, Mapping
+
+import anyio
+from attrs import Factory, define, field, frozen
+from torch import Tensor
+
+from aengine.policy.roles import KVOnUpdate, UpdateMode
+from aengine.signal import Signal
+
+__all__ = ["PendingUpdate", "Tensors", "WeightUpdateAck"]
+
+Tensors = Mapping[str, Tensor] | AsyncIterable[tuple[str, Tensor]]
+
+
+@frozen
+class WeightUpdateAck:
+    """A committed update: the version is installed, acknowledged by every holder, and no older KV can be matched."""
+
+    policy_version: int
+    previous: int
+    digest: str
+    train_step: int | None
+    mode: UpdateMode
+    casts: Mapping[str, int]
+    """How many tensors were converted to the engine's type, by the type they came in."""
+    pages_invalidated: int
+    """Entries the prefix index held when the update was committed."""
+    requests_affected: int
+    """Requests that held tokens of the previous version when the drain began."""
+    seconds: float
+    """From the update's turn to its commit, staging and drain included."""
+
+
+@define(eq=False)
+class PendingUpdate:
+    """Fields up to `check_finite` are those of `Engine.update_weights`."""
+
+    tensors: Tensors = field(repr=False)
+    version: int | None = None
+    expected_version: int | None = None
+    train_step: int | None = None
+    mode: UpdateMode = "wait"
+    kv: KVOnUpdate = "recompute"
+    in_place: bool = False
+    check_finite: bool = True
+    ordinal: int = 0
+    number: int | None = None
+    """The version it installs, once its turn has come."""
+    stage: str = "stage"
+    withdrawn: str | None = None
+    """Why it was withdrawn, if it was."""
+    late_cancellation: BaseException | None = None
+    """A cancellation of the updater's task that came too late to stop this update; raised when it has settled."""
+    ack: WeightUpdateAck | None = None
+    error: BaseException | None = None
+    scope: anyio.CancelScope = Factory(anyio.CancelScope)
+    settled: Signal = Factory(Signal)
+
+    @property
+    def name(self) -> str:
+        return f"update {self.ordinal}"
+
+    @property
+    def is_settled(self) -> bool:
+        return self.ack is not None or self.error is not None
+
+    def settle(self, ack: WeightUpdateAck | None = None, error: BaseException | None = None) -> None:
+        """The first outcome counts."""
+        if not self.is_settled:
+            self.ack, self.error = ack, error
+            self.settled.set()
+
+    def outcome(self) -> WeightUpdateAck:
+        if self.error is not None:
+            raise self.error
+        assert self.ack is not None
+        return self.ack
