@@ -117,6 +117,7 @@ class Engine:
                     loops.start_soon(parts.scheduler.run)
                     loops.start_soon(parts.updater.run)
         finally:
+            parts.journal.events.close()
             self._stopped.set()
 
     # ---- rollouts
