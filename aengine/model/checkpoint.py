@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from aengine.errors import CheckpointError, ModelUnavailableError
+from aengine.errors import CheckpointError, ModelUnavailableError, UnsupportedModelError
 from aengine.model.gguf import read_gguf
 from aengine.model.hub import is_hub_id, snapshot
 from aengine.model.matching import match_tensors
@@ -114,7 +114,12 @@ def load_known(name: str) -> Checkpoint:
 
 
 def checkpoint_from_module(module: PretrainedModule) -> Checkpoint:
-    """The weights of a live `transformers` model, aliased, without a tokenizer."""
+    """The weights of a live `transformers` model, aliased, without a tokenizer.
+
+    Raises as `load_checkpoint` does; a module without a config is an `UnsupportedModelError`.
+    """
+    if not hasattr(getattr(module, "config", None), "to_dict"):
+        raise UnsupportedModelError(f"{type(module).__name__} is not a transformers model: it has no config")
     config = module.config.to_dict()
     spec = ModelSpec.from_config(config)
     generation = getattr(module, "generation_config", None)

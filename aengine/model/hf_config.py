@@ -22,6 +22,7 @@ MODEL_TYPES = {
 DEFAULT_WINDOW = 4096
 QWEN_DEFAULT_MAX_WINDOW_LAYERS = 28
 QWEN3_DEFAULT_HEAD_DIM = 128
+MAX_LAYERS = 10_000
 
 
 @frozen
@@ -154,6 +155,14 @@ def read_size(config: Mapping[str, Any], key: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise CheckpointError(f"the config's {key} must be a positive whole number, got {value!r}")
     return value
+
+
+def read_num_layers(config: Mapping[str, Any]) -> int:
+    """Bounded, because the names of all layers are listed before they are looked for."""
+    num_layers = read_size(config, "num_hidden_layers")
+    if num_layers > MAX_LAYERS:
+        raise CheckpointError(f"the config's num_hidden_layers {num_layers} is above {MAX_LAYERS}")
+    return num_layers
 
 
 def read_positive(config: Mapping[str, Any], key: str) -> float:

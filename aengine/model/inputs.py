@@ -52,7 +52,9 @@ class ForwardInputs:
         if self.positions.min() < 0 or self.positions.max() >= longest:
             raise ValueError(f"positions must be in [0, {longest}), got {self.positions.min()}..{self.positions.max()}")
         if self.sequences.min() < 0 or self.sequences.max() >= num_sequences:
-            raise ValueError(f"sequences must be in [0, {num_sequences}), got {self.sequences.max()}")
+            raise ValueError(
+                f"sequences must be in [0, {num_sequences}), got {self.sequences.min()}..{self.sequences.max()}"
+            )
         pages = self.page_tables[self.sequences, self.positions // page_size]
         if pages.min() < 0 or pages.max() >= num_pages:
             raise ValueError(f"pages must be in [0, {num_pages}), got {pages.min()}..{pages.max()}")

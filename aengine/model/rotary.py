@@ -12,16 +12,18 @@ __all__ = ["build_rotary"]
 
 
 def build_rotary(spec: ModelSpec, num_positions: int) -> Rotary:
-    """Computed in float64 and rounded once. The angles themselves are rounded to float32 first, as transformers does:
-    at position 10,000 the rounding moves them by up to 5e-4, and the trainer's model has it too."""
-    frequencies = _frequencies(spec).astype(np.float32)
-    angles = np.outer(np.arange(num_positions, dtype=np.float32), frequencies).astype(np.float64)
+    """Cosines and sines in float64 of angles that are rounded to float32 wherever transformers rounds them: at position
+    10,000 the rounding moves an angle by up to 5e-4, and the trainer's model has it too."""
+    angles = np.outer(np.arange(num_positions, dtype=np.float32), _frequencies(spec)).astype(np.float64)
     return Rotary(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32))
 
 
-def _frequencies(spec: ModelSpec) -> NDArray[np.float64]:
-    frequencies = spec.rope_theta ** (-np.arange(0, spec.head_dim, 2, dtype=np.float64) / spec.head_dim)
-    return frequencies if spec.rope_scaling is None else _scale_llama3(frequencies, spec.rope_scaling)
+def _frequencies(spec: ModelSpec) -> NDArray[np.float32]:
+    exponents = np.arange(0, spec.head_dim, 2, dtype=np.float32) / np.float32(spec.head_dim)
+    frequencies = np.float32(1) / (spec.rope_theta ** exponents.astype(np.float64)).astype(np.float32)
+    if spec.rope_scaling is None:
+        return frequencies
+    return _scale_llama3(frequencies.astype(np.float64), spec.rope_scaling).astype(np.float32)
 
 
 def _scale_llama3(frequencies: NDArray[np.float64], scaling: RopeScaling) -> NDArray[np.float64]:

@@ -14,6 +14,7 @@ from aengine.model.hf_config import (
     read_bool,
     read_head_dim,
     read_num_kv_heads,
+    read_num_layers,
     read_positive,
     read_rope,
     read_rope_scaling,
@@ -60,7 +61,7 @@ class ModelSpec:
         """
         architecture = read_architecture(config)
         refuse_unsupported(config)
-        num_layers = read_size(config, "num_hidden_layers")
+        num_layers = read_num_layers(config)
         max_position_embeddings = read_size(config, "max_position_embeddings")
         refuse_sliding_window(config, architecture, num_layers, max_position_embeddings)
         num_heads = read_size(config, "num_attention_heads")

@@ -64,9 +64,13 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """`add_special_tokens` means those the tokenizer puts around every text, such as a leading BOS.
 
-        Special tokens written out in the text become their ids either way.
+        Special tokens written out in the text become their ids either way. Raises `PromptError` for a text with half
+        a surrogate pair, which has no UTF-8.
         """
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:
+            raise PromptError(f"not a text of valid Unicode: {text[:40]!r}") from error
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Ids without a text (a padded vocabulary has some) give nothing; half a UTF-8 character gives U+FFFD."""

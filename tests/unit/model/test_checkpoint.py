@@ -67,6 +67,18 @@ def test_a_module_is_taken_without_a_copy(architecture: str) -> None:
     assert (checkpoint.name, checkpoint.tokenizer, checkpoint.eos_token_ids) == (architecture, None, (2,))
 
 
+def test_a_module_of_another_kind_is_refused() -> None:
+    module: Any = torch.nn.Linear(2, 2)
+    with pytest.raises(UnsupportedModelError, match="Linear is not a transformers model"):
+        checkpoint_from_module(module)
+
+
+def test_a_base_model_without_its_head_is_refused() -> None:
+    module: Any = tiny_module().model
+    with pytest.raises(WeightsMismatchError, match=r"missing .*model.embed_tokens.weight"):
+        checkpoint_from_module(module)
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_saved_checkpoint_is_loaded_by_us_and_by_transformers(architecture: str, tmp_path: Path) -> None:
     module = tiny_module(architecture)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from loading_support import tiny_backend, tokenizer_metadata
+from loading_support import tiny_backend, tiny_module, tokenizer_metadata, write_gguf
 from tokenizers import pre_tokenizers
+from transformers import AutoTokenizer
 
 from aengine.model.gguf_tokenizer import PRE_TOKENIZER_KINDS, build_tokenizer
 from aengine.model.tokenizer import Tokenizer
@@ -53,6 +55,16 @@ def test_gpt2_ids_are_those_of_the_tokenizer_the_file_was_made_from() -> None:
     backend = tiny_backend()
     for text in ["hello world", "the 1234 cats", "def f(x):\n\n", "<|im_start|>ß😀<|im_end|>"]:
         assert build("gpt-2").encode(text) == backend.encode(text).ids
+
+
+@pytest.mark.parametrize(("pre", "architecture"), [("llama-bpe", "LlamaForCausalLM"), ("qwen2", "Qwen2ForCausalLM")])
+def test_ids_are_those_of_transformers_for_the_same_file(pre: str, architecture: str, tmp_path: Path) -> None:
+    metadata = tokenizer_metadata(pre, add_bos_token=False)
+    write_gguf(tmp_path / "tiny.gguf", tiny_module(architecture), metadata)
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="tiny.gguf")
+    ours = build(pre, add_bos_token=False)
+    for text in ["I'll see 12345!!\n\n  X", "the cat sat 99 99", "é😀 ß\t\tthen", "<|im_start|>the<|im_end|>\n"]:
+        assert ours.encode(text) == theirs(text).input_ids
 
 
 def test_smollm_digits_are_cut_whatever_merges_there_are() -> None:

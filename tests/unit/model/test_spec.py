@@ -192,6 +192,7 @@ def test_the_note_that_weights_came_from_gguf_is_not_taken_for_quantisation() ->
         ({"vocab_size": None}, "vocab_size must be a positive whole number, got None"),
         ({"hidden_size": 0}, "hidden_size must be a positive whole number, got 0"),
         ({"num_hidden_layers": 2.0}, "num_hidden_layers must be a positive whole number, got 2.0"),
+        ({"num_hidden_layers": 10_001}, "num_hidden_layers 10001 is above 10000"),
         ({"intermediate_size": True}, "intermediate_size must be a positive whole number, got True"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
         ({"head_dim": None, "hidden_size": 34}, "hidden_size 34 is not a multiple of num_attention_heads 4"),

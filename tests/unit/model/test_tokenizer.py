@@ -32,6 +32,11 @@ def test_special_tokens_are_whole_in_a_text_and_skipped_in_decoding() -> None:
     assert TOKENIZER.decode(token_ids, skip_special_tokens=False) == "<|im_start|>the<|im_end|>"
 
 
+def test_half_a_surrogate_pair_is_refused() -> None:
+    with pytest.raises(PromptError, match=r"not a text of valid Unicode: 'hello \\ud83d'"):
+        TOKENIZER.encode("hello \ud83d")
+
+
 def test_half_a_character_is_decoded_to_a_replacement_mark() -> None:
     token_ids = TOKENIZER.encode("é")
     assert len(token_ids) == 2
