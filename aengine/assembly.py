@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 
 from attrs import frozen
@@ -11,11 +12,12 @@ from aengine.cache.storage import KVStorage
 from aengine.config import EngineConfig
 from aengine.errors import ConfigError
 from aengine.events import EventLog
-from aengine.kernels.invariance import FAST, probe
+from aengine.kernels.invariance import FAST, UNPACKED, probe
 from aengine.model.checkpoint import Checkpoint
 from aengine.model.decoder import Decoder
+from aengine.model.shared import share_weights, shared_linear_shapes
 from aengine.model.spec import ModelSpec
-from aengine.model.weights import build_weights, linear_shapes
+from aengine.model.weights import DecoderWeights, build_weights, linear_shapes
 from aengine.plan import Planner
 from aengine.policy.digest import digest_tensors
 from aengine.policy.gate import PolicyGate
@@ -27,13 +29,16 @@ from aengine.policy.update import Transaction
 from aengine.policy.updater import WeightUpdater
 from aengine.policy.version import PolicyVersion
 from aengine.prompts import PromptReader
-from aengine.runner import ModelRunner
+from aengine.runner import ModelRunner, SharedModelRunner
 from aengine.scheduler import Scheduler
 from aengine.signal import Signal
 from aengine.stats import EngineStats, PrefixStats
 from aengine.worker import Worker
 
 __all__ = ["Assembly", "assemble"]
+
+SILENT = logging.NullHandler()
+"""Keeps the logging module from printing warnings of a program that has not set up logging."""
 
 
 @frozen(eq=False)
@@ -64,6 +69,10 @@ class Assembly:
             num_running=self.planner.num_running,
             num_preemptions=self.planner.num_preemptions,
             num_sampled_tokens=self.scheduler.num_sampled_tokens,
+            num_reprefilled_tokens=self.planner.num_reprefilled_tokens,
+            num_mixed_policy_samples=self.planner.num_mixed_policy_samples,
+            num_invalidated_pages=self.journal.num_invalidated,
+            updates=dict(self.updater.totals),
             pages=cache.pages,
             prefix=PrefixStats(cache.query_tokens, cache.hit_tokens),
             numerics=numerics.mode,
@@ -71,13 +80,14 @@ class Assembly:
         )
 
 
-async def assemble(checkpoint: Checkpoint, config: EngineConfig) -> Assembly:
+async def assemble(checkpoint: Checkpoint, config: EngineConfig, *, share: bool = False) -> Assembly:
     """Build the parts; what takes long runs in the worker thread. Raises `ConfigError` for sizes that cannot work."""
+    logging.getLogger("aengine").addHandler(SILENT)  # adding it again does nothing
     max_model_len = _max_model_len(checkpoint.spec, config)
     num_pages = _num_pages(checkpoint.spec, config, max_model_len)
     worker = Worker("aengine worker")
     try:
-        runner, version, journal = await worker.run(lambda: _load(checkpoint, config, max_model_len, num_pages))
+        runner, version, journal = await worker.run(lambda: _load(checkpoint, config, max_model_len, num_pages, share))
     except BaseException:
         worker.close()
         raise
@@ -92,7 +102,12 @@ async def assemble(checkpoint: Checkpoint, config: EngineConfig) -> Assembly:
     changed = Signal()
     gate = PolicyGate(version, changed)
     gate.on_transition(journal.append)
-    planner = Planner(cache, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens)
+    planner = Planner(
+        cache,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_queued_reqs=config.max_num_queued_reqs,
+    )
     scheduler = Scheduler(
         gate,
         cache,
@@ -100,7 +115,7 @@ async def assemble(checkpoint: Checkpoint, config: EngineConfig) -> Assembly:
         runner,
         worker,
         changed,
-        max_num_queued_reqs=config.max_num_queued_reqs,
+        refuse_when_full=config.when_queue_full == "raise",
         check_integrity=config.check_integrity,
     )
 
@@ -151,12 +166,19 @@ def _num_pages(spec: ModelSpec, config: EngineConfig, max_model_len: int) -> int
     return min(affordable, config.max_num_seqs * -(-max_model_len // config.page_size))
 
 
+def _weights(checkpoint: Checkpoint, config: EngineConfig, share: bool) -> DecoderWeights:
+    spec, is_fast = checkpoint.spec, config.numerics == "fast"
+    if share:
+        numerics = FAST if is_fast else probe(shared_linear_shapes(spec), UNPACKED)
+        return share_weights(spec, checkpoint.tensors, numerics)
+    return build_weights(spec, checkpoint.tensors, FAST if is_fast else probe(linear_shapes(spec)))
+
+
 def _load(
-    checkpoint: Checkpoint, config: EngineConfig, max_model_len: int, num_pages: int
+    checkpoint: Checkpoint, config: EngineConfig, max_model_len: int, num_pages: int, share: bool
 ) -> tuple[ModelRunner, PolicyVersion, Journal]:
     spec = checkpoint.spec
-    numerics = FAST if config.numerics == "fast" else probe(linear_shapes(spec))
-    weights = build_weights(spec, checkpoint.tensors, numerics)
+    weights = _weights(checkpoint, config, share)
     storage = KVStorage(
         num_layers=spec.num_layers,
         num_pages=num_pages,
@@ -165,7 +187,8 @@ def _load(
         page_size=config.page_size,
     )
     installed = StagedWeights(weights, digest_tensors(weights.named_tensors()))
-    runner = ModelRunner(Decoder(spec, weights, max_model_len), storage, installed, checkpoint.eos_token_ids)
+    make_runner = SharedModelRunner if share else ModelRunner
+    runner = make_runner(Decoder(spec, weights, max_model_len), storage, installed, checkpoint.eos_token_ids)
     if config.ledger is None:
         return runner, PolicyVersion(0, installed.digest), Journal(EventLog())
     ledger = Ledger.open(config.ledger, run_id=uuid.uuid4().hex, digest=installed.digest)

@@ -15,13 +15,16 @@ if TYPE_CHECKING:
     from aengine.outputs import RequestOutput
 
 __all__ = [
+    "AttributionError",
     "CheckpointError",
     "ConfigError",
     "EngineClosedError",
     "EngineDeadError",
     "EngineError",
     "EngineInvalidatedError",
+    "EventLoopRunningError",
     "IllegalTransitionError",
+    "InsideWeightUpdateError",
     "LedgerError",
     "ModelUnavailableError",
     "NonFiniteLogitsError",
@@ -38,6 +41,7 @@ __all__ = [
     "SamplingParamsError",
     "StaleLeaseError",
     "StaleVersionError",
+    "TokenMaskError",
     "TokenizerMissingError",
     "UnsupportedModelError",
     "VerificationError",
@@ -72,6 +76,10 @@ class PromptError(EngineError, ValueError):
 
 class TokenizerMissingError(EngineError):
     """Text was given or asked for, and the model has no tokenizer."""
+
+
+class TokenMaskError(EngineError):
+    """A token mask raised (the cause is chained), gave something that is not a mask, or allowed no token."""
 
 
 class RequestIdInUseError(EngineError, ValueError):
@@ -142,6 +150,10 @@ class EngineInvalidatedError(EngineError):
     """The engine is fenced: its weights are unknown, and only a committed full update ends that."""
 
 
+class EventLoopRunningError(EngineError, RuntimeError):
+    """A call that blocks was made where an event loop runs, which it would stop."""
+
+
 class WeightUpdateError(EngineError):
     """An update was not committed.
 
@@ -166,6 +178,14 @@ class WeightsMismatchError(EngineError, ValueError):
         ]
         super().__init__("weights do not fit the model; " + "; ".join(parts))
         self.missing, self.unexpected, self.wrong = tuple(missing), tuple(unexpected), tuple(wrong)
+
+
+class AttributionError(EngineError):
+    """Weights shared with a trainer were changed outside of `weight_update()`, so no token can be attributed."""
+
+
+class InsideWeightUpdateError(EngineError):
+    """The engine was called from inside a `weight_update()` body, where the call could never return."""
 
 
 class StaleVersionError(EngineError, ValueError):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from attrs import Factory, define
+from attrs import Factory, define, field
 from torch import Tensor
 
 from aengine.cache.storage import KVStorage
-from aengine.errors import EngineError, WeightsMismatchError
+from aengine.errors import AttributionError, EngineError, WeightsMismatchError
 from aengine.model.decoder import Decoder
 from aengine.model.inputs import ForwardInputs
 from aengine.model.matching import complaint_about, is_ignored, match_tensors
@@ -20,7 +21,7 @@ from aengine.policy.digest import digest_tensors
 from aengine.policy.roles import StagedWeights
 from aengine.sampling.sampler import Draw, Drawn, sample
 
-__all__ = ["ModelRunner", "StepResult"]
+__all__ = ["ModelRunner", "SharedModelRunner", "StepResult"]
 
 StepResult = list[Drawn | EngineError]
 
@@ -52,10 +53,6 @@ class ModelRunner:
         logits = self.decoder.logits(hidden[np.asarray(logit_rows)])  # [L, V]
         return sample(logits, draws, self.eos_token_ids)
 
-    def weight_checksum(self) -> str:
-        """Digest of the weights as they lie in memory now."""
-        return digest_tensors(self.decoder.weights.named_tensors())
-
     # ---- what an update asks (`policy.roles.WeightHolder`)
 
     def stage(self, tensors: Mapping[str, Tensor], *, check_finite: bool = True) -> StagedWeights:
@@ -78,8 +75,38 @@ class ModelRunner:
         self.decoder.weights = staged.weights
         return previous
 
+    def digest(self) -> str:
+        """Of the weights as they lie in memory now."""
+        return digest_tensors(self.decoder.weights.named_tensors())
+
+    def accept(self) -> str:
+        """Take note of weights that were written in place by their owner."""
+        return self.digest()
+
     def open_writer(self) -> InPlaceWriter:
         return InPlaceWriter(self, dict(self.decoder.weights.named_tensors()))
+
+
+@define(eq=False)
+class SharedModelRunner(ModelRunner):
+    """Computes with parameters that a trainer's module holds and writes, in `Engine.weight_update` bodies only."""
+
+    _write_count: int = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._write_count = self.decoder.weights.write_count()
+
+    def step(self, *arguments: Any) -> StepResult:
+        if self.decoder.weights.write_count() != self._write_count:
+            raise AttributionError(
+                "the module's parameters were changed outside of weight_update(); what they are now has no version. "
+                "Change them in `async with engine.weight_update()` only"
+            )
+        return super().step(*arguments)
+
+    def accept(self) -> str:
+        self._write_count = self.decoder.weights.write_count()
+        return super().accept()
 
 
 @define(eq=False)

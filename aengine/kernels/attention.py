@@ -21,10 +21,12 @@ from aengine.kernels.simd import (
     keep_first,
     largest,
     load,
+    load_one,
     load_part,
     maximum,
     splat,
     store,
+    store_one,
     store_part,
     total,
 )
@@ -41,10 +43,12 @@ def page_start(page: int, kv_head: int, shape: HeadShape) -> int:
 
 
 @compiled
-def rotate_head(x: Floats, start: int, cosines: Floats, sines: Floats, half: int) -> None:
+def rotate_head(x: Floats, start: int, cosines: Floats, sines: Floats, position: int) -> None:
+    half = cosines.shape[1]
     for i in range(0, half, LANES):
         count = half - i
-        cosine, sine = load_part(cosines, i, count), load_part(sines, i, count)
+        cosine = load_part(cosines, position * half + i, count)
+        sine = load_part(sines, position * half + i, count)
         first, second = load_part(x, start + i, count), load_part(x, start + half + i, count)
         store_part(x, start + i, first * cosine - second * sine, count)
         store_part(x, start + half + i, second * cosine + first * sine, count)
@@ -54,17 +58,17 @@ def rotate_head(x: Floats, start: int, cosines: Floats, sines: Floats, half: int
 def write_head(qkv: Floats, key: int, value: int, kv: Floats, page: int, offset: int, shape: HeadShape) -> None:
     """`page` is the page's start, `offset` the token's place in it."""
     for i in range(shape.head_dim):
-        kv[page + i * shape.page_size + offset] = qkv[key + i]
+        store_one(kv, page + i * shape.page_size + offset, load_one(qkv, key + i))
     values = page + (shape.page_size + offset) * shape.head_dim
-    for i in range(shape.head_dim):
-        kv[values + i] = qkv[value + i]
+    for i in range(0, shape.head_dim, LANES):
+        store_part(kv, values + i, load_part(qkv, value + i, shape.head_dim - i), shape.head_dim - i)
 
 
 @row_kernel
 def write_rows(
-    qkv: Floats,
-    cosines: NDArray[np.float32],  # [positions, head_dim / 2]
-    sines: NDArray[np.float32],
+    qkv: Floats,  # [R, (num_heads + 2 * num_kv_heads) * head_dim]
+    cosines: Floats,  # [positions, head_dim / 2]
+    sines: Floats,
     positions: NDArray[np.int64],
     sequences: NDArray[np.int64],
     page_tables: NDArray[np.int32],
@@ -76,8 +80,7 @@ def write_rows(
     for row in prange(positions.shape[0]):
         position, start = positions[row], row * row_size
         for head in range(num_rotated):
-            half = shape.head_dim // 2
-            rotate_head(qkv, start + head * shape.head_dim, cosines[position], sines[position], half)
+            rotate_head(qkv, start + head * shape.head_dim, cosines, sines, position)
         page = page_tables[sequences[row], position // shape.page_size]
         keys, values = start + shape.num_heads * shape.head_dim, start + num_rotated * shape.head_dim
         for head in range(shape.num_kv_heads):
@@ -86,21 +89,21 @@ def write_rows(
 
 
 @compiled
-def dot_tile(query: Floats, keys: Floats, start: int, stride: int) -> Lanes:
-    """The query with sixteen neighbouring keys: dimension i of key j at keys[start + i * stride + j].
+def dot_tile(qkv: Floats, query: int, head_dim: int, keys: Floats, start: int, stride: int) -> Lanes:
+    """The query at `query` with sixteen neighbouring keys: dimension i of key j is at start + i * stride + j.
 
     Four chains of sums, dimension i in chain i % 4, since one alone would wait for each of its own products.
     """
     a, b, c, d = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
-    fours = query.shape[0] // 4 * 4
+    fours = head_dim // 4 * 4
     for i in range(0, fours, 4):
         key = start + i * stride
-        a = fma(splat(query[i]), load(keys, key), a)
-        b = fma(splat(query[i + 1]), load(keys, key + stride), b)
-        c = fma(splat(query[i + 2]), load(keys, key + 2 * stride), c)
-        d = fma(splat(query[i + 3]), load(keys, key + 3 * stride), d)
-    for i in range(fours, query.shape[0]):
-        a = fma(splat(query[i]), load(keys, start + i * stride), a)
+        a = fma(splat(load_one(qkv, query + i)), load(keys, key), a)
+        b = fma(splat(load_one(qkv, query + i + 1)), load(keys, key + stride), b)
+        c = fma(splat(load_one(qkv, query + i + 2)), load(keys, key + 2 * stride), c)
+        d = fma(splat(load_one(qkv, query + i + 3)), load(keys, key + 3 * stride), d)
+    for i in range(fours, head_dim):
+        a = fma(splat(load_one(qkv, query + i)), load(keys, start + i * stride), a)
     return (a + b) + (c + d)
 
 
@@ -113,30 +116,36 @@ def gather_tile(
         page = page_start(pages[(first + j) // shape.page_size], kv_head, shape)
         key = page + (first + j) % shape.page_size
         for i in range(shape.head_dim):
-            tile[i * LANES + j] = kv[key + i * shape.page_size]
+            store_one(tile, i * LANES + j, load_one(kv, key + i * shape.page_size))
 
 
 @compiled
 def score_context(
-    query: Floats,
+    qkv: Floats,
+    query: int,
     kv: Floats,
     pages: NDArray[np.int32],
     kv_head: int,
     context: int,
     tile: Floats,
-    scores: Floats,
+    scores: Floats,  # [query heads of the group, context rounded up to 16]
     shape: HeadShape,
 ) -> None:
-    """Scores of all positions in the context. Those up to the next multiple of 16 get a number without meaning."""
+    """Scores of all positions, for neighbouring query heads from `query` on: each key is fetched once for the group.
+
+    Scores past the context, up to the next multiple of 16, are numbers without meaning.
+    """
     scale = splat(ONE / np.sqrt(np.float32(shape.head_dim)))
     for first in range(0, context, LANES):
         if shape.page_size % LANES == 0:
             page = page_start(pages[first // shape.page_size], kv_head, shape)
-            dots = dot_tile(query, kv, page + first % shape.page_size, shape.page_size)
+            keys, start, stride = kv, page + first % shape.page_size, shape.page_size
         else:
             gather_tile(kv, pages, kv_head, first, min(LANES, context - first), tile, shape)
-            dots = dot_tile(query, tile, 0, LANES)
-        store(scores, first, dots * scale)
+            keys, start, stride = tile, 0, LANES
+        for head in range(scores.shape[0]):
+            dots = dot_tile(qkv, query + head * shape.head_dim, shape.head_dim, keys, start, stride)
+            store(scores, head * scores.shape[1] + first, dots * scale)
 
 
 @compiled
@@ -163,9 +172,10 @@ def mix_values(
     context: int,
     scale: np.float32,
     result: Floats,
+    start: int,
     shape: HeadShape,
 ) -> None:
-    """result = scale * the weighted sum of values, for one head; four vectors of dimensions at a time."""
+    """scale * the weighted sum of values, for one head, to result[start:]; four vectors of dimensions at a time."""
     wide = shape.head_dim // (4 * LANES) * (4 * LANES)
     for i in range(0, wide, 4 * LANES):
         a, b, c, d = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
@@ -180,34 +190,37 @@ def mix_values(
                 d = fma(weight, load(kv, value + 3 * LANES), d)
                 value += shape.head_dim
         for part, mixed in enumerate((a, b, c, d)):
-            store(result, i + part * LANES, mixed * splat(scale))
+            store(result, start + i + part * LANES, mixed * splat(scale))
     for i in range(wide, shape.head_dim, LANES):
         mixed = splat(ZERO)
         for j in range(context):
             page = page_start(pages[j // shape.page_size], kv_head, shape)
             value = page + (shape.page_size + j % shape.page_size) * shape.head_dim + i
             mixed = fma(splat(weights[j]), load_part(kv, value, shape.head_dim - i), mixed)
-        store_part(result, i, mixed * splat(scale), shape.head_dim - i)
+        store_part(result, start + i, mixed * splat(scale), shape.head_dim - i)
 
 
 @row_kernel
 def attend_rows(
-    qkv: NDArray[np.float32],  # [R, num_heads + 2 * num_kv_heads, head_dim], rotated
+    qkv: Floats,  # [R, (num_heads + 2 * num_kv_heads) * head_dim], rotated
     positions: NDArray[np.int64],
     sequences: NDArray[np.int64],
     page_tables: NDArray[np.int32],
     kv: Floats,
-    result: NDArray[np.float32],  # [R, num_heads, head_dim]
+    result: Floats,  # [R, num_heads * head_dim]
     shape: HeadShape,
 ) -> None:
     rows, group = positions.shape[0], shape.num_heads // shape.num_kv_heads
+    head_dim, row_size = shape.head_dim, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     for item in prange(rows * shape.num_kv_heads):
         # Rows of one head are neighbours, so that pages shared by a group stay in the core's cache.
         kv_head, row = item // rows, item % rows
         context, pages = positions[row] + 1, page_tables[sequences[row]]
-        scores = np.empty((context + LANES - 1) // LANES * LANES, np.float32)
-        tile = np.empty(shape.head_dim * LANES if shape.page_size % LANES else 0, np.float32)
-        for head in range(kv_head * group, (kv_head + 1) * group):
-            score_context(qkv[row, head], kv, pages, kv_head, context, tile, scores, shape)
-            scale = ONE / softmax_weights(scores, context)
-            mix_values(scores, kv, pages, kv_head, context, scale, result[row, head], shape)
+        scores = np.empty((group, (context + LANES - 1) // LANES * LANES), np.float32)
+        tile = np.empty((1, shape.head_dim, LANES), np.float32)  # of the type of kv, to stand in for it
+        query = row * row_size + kv_head * group * head_dim
+        score_context(qkv, query, kv, pages, kv_head, context, tile, scores, shape)
+        for head in range(group):
+            scale = ONE / softmax_weights(scores[head], context)
+            start = (row * shape.num_heads + kv_head * group + head) * head_dim
+            mix_values(scores[head], kv, pages, kv_head, context, scale, result, start, shape)

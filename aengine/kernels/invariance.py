@@ -18,9 +18,11 @@ from torch import Tensor
 
 from aengine.kernels.linear import STRATEGIES, Linear, Strategy
 
-__all__ = ["FAST", "LinearChoice", "LinearShape", "Numerics", "probe"]
+__all__ = ["FAST", "UNPACKED", "LinearChoice", "LinearShape", "Numerics", "probe"]
 
 CANDIDATES = ("onednn", "mkl", "tiles")
+UNPACKED = ("tiles",)
+"""Candidates that read the weight itself, so that changes to it are seen."""
 MOST_ROWS = 256
 ROW_COUNTS = (1, 1, 1, 2, 3, 4, 5, 7, 8, 13, 16, 17, 32, 33, 64, 100, 129, 256)
 FEW_ROW_COUNTS = (1, 1, 2, 3, 8, 17, 64, 128)  # for large shapes, whose products take long
@@ -70,25 +72,25 @@ class Numerics:
 FAST = Numerics("fast")
 
 
-def probe(shapes: Iterable[LinearShape]) -> Numerics:
+def probe(shapes: Iterable[LinearShape], candidates: tuple[str, ...] = CANDIDATES) -> Numerics:
     """Choose a strategy for each distinct shape, by about 0.1 s of products each.
 
     Products are tried with the current number of threads and with one; torch's setting is restored. Call it in the
     thread that will run the model. A second probe of the same shapes in a process costs nothing.
     """
-    choices = tuple(_choose(shape, torch.get_num_threads()) for shape in sorted(set(shapes)))
+    choices = tuple(_choose(shape, torch.get_num_threads(), candidates) for shape in sorted(set(shapes)))
     return Numerics("invariant" if all(choice.holds for choice in choices) else "unverified", choices)
 
 
 @functools.cache
-def _choose(shape: LinearShape, num_threads: int) -> LinearChoice:
+def _choose(shape: LinearShape, num_threads: int, candidates: tuple[str, ...]) -> LinearChoice:
     """A fact about the machine, so found once per process; `num_threads` is torch's setting now."""
     random = torch.randn(RANDOM_NUMBERS, generator=torch.Generator().manual_seed(0))
     weight = _repeat(random, shape.out_features, shape.in_features)
     bias = _repeat(random, 1, shape.out_features)[0] if shape.has_bias else None
     counts = FEW_ROW_COUNTS if weight.numel() > LARGE_SHAPE else ROW_COUNTS
     x = _repeat(random.flip(0), max(counts), shape.in_features)
-    for name in CANDIDATES:
+    for name in candidates:
         single_row, holds = _try(STRATEGIES[name], weight, bias, x, counts, {num_threads, 1})
         if holds:
             break

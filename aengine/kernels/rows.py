@@ -1,4 +1,4 @@
-"""Compiled loops over rows: norms and the gated activation."""
+"""Compiled loops over rows: norms and the gated activation. Arrays are [R, width], weights [width]."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def norm_row(x: Floats, start: int, weight: Floats, eps: float, result: Floats) 
 @row_kernel
 def norm_rows(x: Floats, weight: Floats, eps: float, result: Floats) -> None:
     width = weight.shape[0]
-    for row in prange(x.shape[0] // width):
+    for row in prange(x.shape[0]):
         norm_row(x, row * width, weight, eps, result)
 
 
@@ -55,7 +55,7 @@ def add_row(residual: Floats, x: Floats, start: int, width: int) -> None:
 @row_kernel
 def add_norm_rows(residual: Floats, x: Floats, weight: Floats, eps: float, result: Floats) -> None:
     width = weight.shape[0]
-    for row in prange(x.shape[0] // width):
+    for row in prange(x.shape[0]):
         add_row(residual, x, row * width, width)
         norm_row(residual, row * width, weight, eps, result)
 
@@ -63,15 +63,16 @@ def add_norm_rows(residual: Floats, x: Floats, weight: Floats, eps: float, resul
 @row_kernel
 def norm_head_rows(qkv: Floats, query_weight: Floats, key_weight: Floats, eps: float, shape: HeadShape) -> None:
     row_size = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    for row in prange(qkv.shape[0] // row_size):
+    for row in prange(qkv.shape[0]):
         for head in range(shape.num_heads + shape.num_kv_heads):
             weight = query_weight if head < shape.num_heads else key_weight
             norm_row(qkv, row * row_size + head * shape.head_dim, weight, eps, qkv)
 
 
 @row_kernel
-def silu_mul_rows(gate_up: Floats, width: int, result: Floats) -> None:
-    for row in prange(result.shape[0] // width):
+def silu_mul_rows(gate_up: Floats, result: Floats) -> None:
+    width = result.shape[1]
+    for row in prange(result.shape[0]):
         gates, ups, results = row * 2 * width, row * 2 * width + width, row * width
         for i in range(0, width, LANES):
             gate, up = load_part(gate_up, gates + i, width - i), load_part(gate_up, ups + i, width - i)

@@ -40,6 +40,10 @@ ROW = np.dtype(
         ("logprob", np.float32),
         ("raw_logprob", np.float32),
         ("status", np.int64),
+        ("peak", np.float32),  # out, of the logits sampled from: the largest,
+        ("log_mass", np.float64),  # the logarithm of the sum of exp((logit - peak) * scale) over what is kept,
+        ("cut", np.float32),  # and the last token kept: its logit (-inf: all are)
+        ("last", np.int64),  # and its id
     ],
     align=True,
 )
@@ -51,7 +55,7 @@ def _sample_rows(raw: Floats, edited: Floats, size: int, rows: NDArray[np.void],
 
 
 sample_rows = row_kernel(_sample_rows)
-"""Fill `token`, `logprob`, `raw_logprob` and `status` of each of `rows` ([N], of dtype ROW).
+"""Fill `token`, `logprob`, `raw_logprob`, `status` and what follows it in each of `rows` ([N], of dtype ROW).
 
 `raw` and `edited` are flat, `size` numbers a row; `edited` differs from the row it was made from by -inf only, or by
 finite changes. `sums` [N, num_blocks(size)] is scratch.
@@ -81,18 +85,19 @@ def _sample_row(raw: Floats, edited: Floats, size: int, row: Row, sums: Sums) ->
         row.token = _draw(x, base, size, peak, row.scale, cut, last, sums, uniform(row.seed, row.index, row.position))
     elif row.token == GREEDY:
         row.token = _first_at(x, base, peak)
-    row.logprob = _logprob(x[base + row.token], peak, row.scale, mass)
+    row.peak, row.log_mass, row.cut, row.last = peak, math.log(mass), cut, last
+    row.logprob = _logprob(x[base + row.token], peak, row.scale, row.log_mass)
     if x[base + row.token] < cut or (x[base + row.token] == cut and row.token > last):
         row.logprob = ALL
     if truncated or row.edited >= 0 or row.scale != ONE:
         mass = sum_weights(raw, source, size, raw_peak, ONE, ALL, -1, sums)
-    row.raw_logprob = _logprob(raw[source + row.token], raw_peak, ONE, mass)
+    row.raw_logprob = _logprob(raw[source + row.token], raw_peak, ONE, math.log(mass))
     row.status = OK
 
 
 @compiled
-def _logprob(logit: np.float32, peak: np.float32, scale: np.float32, mass: float) -> np.float32:
-    return np.float32((np.float64(logit) - np.float64(peak)) * np.float64(scale) - math.log(mass))
+def _logprob(logit: np.float32, peak: np.float32, scale: np.float32, log_mass: float) -> np.float32:
+    return np.float32((np.float64(logit) - np.float64(peak)) * np.float64(scale) - log_mass)
 
 
 @compiled

@@ -4,7 +4,8 @@ With a vector type the order of arithmetic stands in the source: which position 
 fused with a sum, in which order lanes are added up. Nothing depends on what the optimiser makes of a loop, so decode,
 prefill and replay give the same bits. On AVX-512 a value is one register, on AVX2 two.
 
-Arrays are flat, contiguous float32; indices count numbers; nothing checks bounds. `+ - * /` act on each lane.
+Arrays are contiguous float32 of any number of dimensions; indices count numbers in memory order; nothing checks
+bounds. `+ - * /` act on each lane.
 """
 
 from __future__ import annotations
@@ -53,9 +54,12 @@ def intrinsic(generator: Callable[..., Any]) -> Callable[..., Any]:
     return cast(Callable[..., Any], numba.extending.intrinsic(generator))
 
 
+def _element(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
+    return builder.gep(context.make_array(array_type)(context, builder, array).data, [index])
+
+
 def _pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
-    element = builder.gep(context.make_array(array_type)(context, builder, array).data, [index])
-    return builder.bitcast(element, _FLOATS.as_pointer())
+    return builder.bitcast(_element(context, builder, array_type, array, index), _FLOATS.as_pointer())
 
 
 def _broadcast(builder: Any, value: Any, vector: Any) -> Any:
@@ -84,6 +88,23 @@ def store(typing: Any, array: Any, index: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(array, types.intp, lanes), generate
+
+
+@intrinsic
+def load_one(typing: Any, array: Any, index: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load(_element(context, builder, signature.args[0], *arguments))
+
+    return types.float32(array, types.intp), generate
+
+
+@intrinsic
+def store_one(typing: Any, array: Any, index: Any, number: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.store(arguments[2], _element(context, builder, signature.args[0], *arguments[:2]))
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.float32), generate
 
 
 @intrinsic
@@ -206,7 +227,7 @@ def load_part(array: Floats, index: int, count: int) -> Lanes:
         return load(array, index)
     value = splat(np.float32(0))
     for lane in range(count):
-        value = with_lane(value, lane, array[index + lane])
+        value = with_lane(value, lane, load_one(array, index + lane))
     return value
 
 
@@ -216,4 +237,4 @@ def store_part(array: Floats, index: int, value: Lanes, count: int) -> None:
         store(array, index, value)
     else:
         for lane in range(count):
-            array[index + lane] = lane_of(value, lane)
+            store_one(array, index + lane, lane_of(value, lane))

@@ -76,6 +76,27 @@ class Tokenizer:
         """Ids without a text (a padded vocabulary has some) give nothing; half a UTF-8 character gives U+FFFD."""
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
+    def is_silent(self, token_id: int) -> bool:
+        """Whether `decode` leaves the token out: it is special, or an id without a text."""
+        return token_id in self._special_ids or self.backend.id_to_token(token_id) is None
+
+    def byte_of(self, token_id: int) -> int | None:
+        """The byte that the token stands for, in a vocabulary that spells rare characters in bytes ("<0xE2>")."""
+        return self._byte_ids.get(token_id)
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return frozenset(
+            token_id for token_id, token in self.backend.get_added_tokens_decoder().items() if token.special
+        )
+
+    @cached_property
+    def _byte_ids(self) -> dict[int, int]:
+        if "ByteFallback" not in str(json.loads(self.backend.to_str())["decoder"]):
+            return {}
+        ids = {self.backend.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(256)}
+        return {token_id: byte for token_id, byte in ids.items() if token_id is not None}
+
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
     ) -> list[int]:

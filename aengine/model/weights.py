@@ -2,56 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
-from attrs import evolve, frozen
+from attrs import Factory, evolve, frozen
 from torch import Tensor
 
 from aengine.kernels.invariance import LinearShape, Numerics
 from aengine.kernels.linear import Linear
 from aengine.model.spec import ModelSpec
 
-__all__ = ["DecoderWeights", "LayerWeights", "build_weights", "linear_shapes", "repack_weights"]
+__all__ = ["DecoderWeights", "LayerWeights", "Product", "build_weights", "linear_shapes", "repack_weights"]
+
+Product = Callable[[Tensor], Tensor]
+"""Rows [R, in] to rows [R, out]."""
 
 
 @frozen(eq=False)
 class LayerWeights:
     input_norm: Tensor  # [hidden]
-    qkv: Linear  # [(heads + 2 * kv heads) * head_dim, hidden]: query, key and value heads
+    qkv: Product  # to (heads + 2 * kv heads) * head_dim: query, key and value heads
     query_norm: Tensor | None  # [head_dim], with qk_norm
     key_norm: Tensor | None
-    output: Linear  # [hidden, heads * head_dim]
+    output: Product  # from heads * head_dim to hidden
     post_attention_norm: Tensor  # [hidden]
-    gate_up: Linear  # [2 * intermediate, hidden]: gate, then up
-    down: Linear  # [hidden, intermediate]
+    gate_up: Product  # to 2 * intermediate: gate, then up
+    down: Product  # from intermediate to hidden
 
 
 @frozen(eq=False)
 class DecoderWeights:
-    """Float32, whatever the checkpoint had. Nothing else holds or changes these tensors."""
+    """Float32, whatever the checkpoint had. Products and norms read the very memory of `tensors`, but for packed
+    forms, which are made from it."""
 
     spec: ModelSpec
     strategy: Numerics
+    tensors: Mapping[str, Tensor]
+    """By Hugging Face name, as `ModelSpec.tensor_shapes` lists them."""
     embedding: Tensor  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor  # [hidden]
-    head: Linear  # [vocab, hidden]; its weight is the embedding where the two are tied
+    head: Product  # to the vocabulary; of the embedding where the two are tied
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Views of the copy by their Hugging Face names, as `ModelSpec.tensor_shapes` lists them; for the digest."""
-        yield "model.embed_tokens.weight", self.embedding
-        for index, layer in enumerate(self.layers):
-            for name, tensor in _layer_tensors(self.spec, layer):
-                yield f"model.layers.{index}.{name}", tensor
-        yield "model.norm.weight", self.final_norm
-        if not self.spec.tie_word_embeddings:
-            yield "lm_head.weight", self.head.weight
+        """For the digest."""
+        yield from self.tensors.items()
+
+    def write_count(self) -> int:
+        """Sum of torch's version counters: a hint at writes to the tensors. `.data` writes and fused optimizers do
+        not count."""
+        return sum(tensor._version for tensor in self.tensors.values())  # noqa: SLF001
 
 
 def linear_shapes(spec: ModelSpec) -> tuple[LinearShape, ...]:
     """The products the decoder needs, for `probe`."""
-    q_size, kv_size = _qkv_sizes(spec)[:2]
+    q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     return (
         LinearShape(q_size + 2 * kv_size, spec.hidden_size, spec.attention_bias),
         LinearShape(spec.hidden_size, q_size, spec.output_bias),
@@ -68,17 +73,18 @@ def build_weights(spec: ModelSpec, tensors: Mapping[str, Tensor], strategy: Nume
     packed forms cannot be read back.
     """
     with torch.no_grad():
-        embedding = _copy(tensors["model.embed_tokens.weight"])
-        head = embedding if spec.tie_word_embeddings else _copy(tensors["lm_head.weight"])
+        copier = _Copier(spec, tensors, strategy)
+        embedding = copier.copy("model.embed_tokens.weight")
+        layers = tuple(_build_layer(spec, copier, f"model.layers.{index}.") for index in range(spec.num_layers))
+        final_norm = copier.copy("model.norm.weight")
+        head = embedding if spec.tie_word_embeddings else copier.copy("lm_head.weight")
         return DecoderWeights(
             spec=spec,
             strategy=strategy,
+            tensors={name: copier.copies[name] for name in spec.tensor_shapes()},
             embedding=embedding,
-            layers=tuple(
-                _build_layer(spec, _Layer(tensors, f"model.layers.{index}."), strategy)
-                for index in range(spec.num_layers)
-            ),
-            final_norm=_copy(tensors["model.norm.weight"]),
+            layers=layers,
+            final_norm=final_norm,
             head=strategy.linear(head),
         )
 
@@ -86,8 +92,9 @@ def build_weights(spec: ModelSpec, tensors: Mapping[str, Tensor], strategy: Nume
 def repack_weights(weights: DecoderWeights) -> DecoderWeights:
     """The same tensors, packed again after they were written over."""
 
-    def repack(linear: Linear) -> Linear:
-        return weights.strategy.linear(linear.weight, linear.bias)
+    def repack(product: Product) -> Linear:
+        assert isinstance(product, Linear), "only copied weights are packed"
+        return weights.strategy.linear(product.weight, product.bias)
 
     layers = tuple(
         evolve(
@@ -103,64 +110,46 @@ def repack_weights(weights: DecoderWeights) -> DecoderWeights:
 
 
 @frozen(eq=False)
-class _Layer:
-    """The tensors of one layer, by the rest of their names."""
+class _Copier:
+    """Copies tensors out of `tensors`, and keeps a view of each copy under its name."""
 
+    spec: ModelSpec
     tensors: Mapping[str, Tensor]
-    prefix: str
+    strategy: Numerics
+    copies: dict[str, Tensor] = Factory(dict)
 
     def copy(self, name: str) -> Tensor:
-        return _copy(self.tensors[self.prefix + name])
+        self.copies[name] = self.tensors[name].detach().to(device="cpu", dtype=torch.float32, copy=True).contiguous()
+        return self.copies[name]
 
-    def fuse(self, names: Sequence[str], kind: str) -> Tensor:
-        parts = [self.tensors[f"{self.prefix}{name}.{kind}"].detach() for name in names]
-        return torch.cat([part.to(torch.float32) for part in parts]) if len(parts) > 1 else _copy(parts[0])
+    def linear(self, names: Sequence[str], has_bias: bool) -> Linear:
+        """One product of several, side by side."""
+        weight = self._fuse([f"{name}.weight" for name in names])
+        return self.strategy.linear(weight, self._fuse([f"{name}.bias" for name in names]) if has_bias else None)
 
-    def linear(self, names: Sequence[str], has_bias: bool, strategy: Numerics) -> Linear:
-        return strategy.linear(self.fuse(names, "weight"), self.fuse(names, "bias") if has_bias else None)
+    def _fuse(self, names: Sequence[str]) -> Tensor:
+        if len(names) == 1:
+            return self.copy(names[0])
+        parts = [self.tensors[name].detach().to(device="cpu", dtype=torch.float32) for name in names]
+        fused = torch.cat(parts)
+        self.copies.update(zip(names, torch.split(fused, [len(part) for part in parts]), strict=True))
+        return fused
 
 
-QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-OUTPUT = ("self_attn.o_proj",)
-GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
-DOWN = ("mlp.down_proj",)
+def _build_layer(spec: ModelSpec, copier: _Copier, prefix: str) -> LayerWeights:
+    def linear(block: str, parts: Sequence[str], has_bias: bool) -> Linear:
+        return copier.linear([f"{prefix}{block}.{part}_proj" for part in parts], has_bias)
 
+    def norm(name: str) -> Tensor:
+        return copier.copy(f"{prefix}{name}.weight")
 
-def _build_layer(spec: ModelSpec, layer: _Layer, strategy: Numerics) -> LayerWeights:
     return LayerWeights(
-        input_norm=layer.copy("input_layernorm.weight"),
-        qkv=layer.linear(QKV, spec.attention_bias, strategy),
-        query_norm=layer.copy("self_attn.q_norm.weight") if spec.qk_norm else None,
-        key_norm=layer.copy("self_attn.k_norm.weight") if spec.qk_norm else None,
-        output=layer.linear(OUTPUT, spec.output_bias, strategy),
-        post_attention_norm=layer.copy("post_attention_layernorm.weight"),
-        gate_up=layer.linear(GATE_UP, spec.mlp_bias, strategy),
-        down=layer.linear(DOWN, spec.mlp_bias, strategy),
+        input_norm=norm("input_layernorm"),
+        qkv=linear("self_attn", ("q", "k", "v"), spec.attention_bias),
+        query_norm=norm("self_attn.q_norm") if spec.qk_norm else None,
+        key_norm=norm("self_attn.k_norm") if spec.qk_norm else None,
+        output=linear("self_attn", ("o",), spec.output_bias),
+        post_attention_norm=norm("post_attention_layernorm"),
+        gate_up=linear("mlp", ("gate", "up"), spec.mlp_bias),
+        down=linear("mlp", ("down",), spec.mlp_bias),
     )
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to(device="cpu", dtype=torch.float32, copy=True).contiguous()
-
-
-def _qkv_sizes(spec: ModelSpec) -> list[int]:
-    return [heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
-
-
-def _layer_tensors(spec: ModelSpec, layer: LayerWeights) -> Iterator[tuple[str, Tensor]]:
-    yield "input_layernorm.weight", layer.input_norm
-    yield from _split(QKV, layer.qkv, _qkv_sizes(spec))
-    if layer.query_norm is not None and layer.key_norm is not None:
-        yield "self_attn.q_norm.weight", layer.query_norm
-        yield "self_attn.k_norm.weight", layer.key_norm
-    yield from _split(OUTPUT, layer.output, [spec.hidden_size])
-    yield "post_attention_layernorm.weight", layer.post_attention_norm
-    yield from _split(GATE_UP, layer.gate_up, [spec.intermediate_size] * 2)
-    yield from _split(DOWN, layer.down, [spec.hidden_size])
-
-
-def _split(names: Sequence[str], linear: Linear, sizes: list[int]) -> Iterator[tuple[str, Tensor]]:
-    for kind, tensor in (("weight", linear.weight), ("bias", linear.bias)):
-        if tensor is not None:
-            for name, part in zip(names, torch.split(tensor, sizes), strict=True):
-                yield f"{name}.{kind}", part

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from aengine.errors import EngineInvalidatedError, StaleLeaseError
+from aengine.errors import EngineError, EngineInvalidatedError, StaleLeaseError
 from aengine.policy.lease import StableLease
 from aengine.policy.ledger_records import TransitionRecord
 from aengine.policy.version import PolicyVersion
@@ -39,6 +39,7 @@ class PolicyGate:
         self._drain_done: Condition = _never
         self._is_updating = False
         self._fence: EngineInvalidatedError | None = None
+        self._stopped: EngineError | None = None
         self.changed = changed if changed is not None else Signal()
         """Set at every transition, whenever a lease ends, and when the hold changes."""
 
@@ -138,10 +139,18 @@ class PolicyGate:
             self._fire(Trigger.CANCEL, reason)
         self.changed.set()
 
+    def stop(self, error: EngineError) -> None:
+        """The engine's loops have ended: whoever waits for a hold is told."""
+        self._stopped = error
+        self.changed.set()
+
     async def held(self) -> None:
         """Wait until the hold's promise is kept: its condition holds, nothing runs, no update is on its way. Returns
-        early if the hold is lifted. Cancelling changes nothing."""
+        early if the hold is lifted. Cancelling changes nothing. Raises what `stop` was given, as the promise cannot be
+        kept any more."""
         while self._hold is not None and (self._is_updating or self._leases or not self._is_quiet()):
+            if self._stopped is not None:
+                raise type(self._stopped)(str(self._stopped)) from self._stopped.__cause__
             await self.changed.wait()
 
     def _is_quiet(self) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from attrs import define
+from attrs import define, field
 
 from aengine.events import EventLog
 from aengine.policy.ledger import Ledger
-from aengine.policy.ledger_records import Record
+from aengine.policy.ledger_records import InvalidationRecord, Record
 from aengine.worker import Outcome, Worker
 
 __all__ = ["Journal"]
@@ -18,10 +18,14 @@ class Journal:
 
     events: EventLog
     ledger: Ledger | None = None
-    _writer: Worker | None = None
+    num_invalidated: int = field(default=0, init=False)
+    """Entries of the prefix index that updates and resets have dropped."""
+    _writer: Worker | None = field(default=None, init=False)
 
     def append(self, record: Record) -> int:
         """The record's line number in the ledger; 0 without one."""
+        if isinstance(record, InvalidationRecord):
+            self.num_invalidated += record.entries
         self.events.append(record)
         return 0 if self.ledger is None else self.ledger.append(record)
 
@@ -33,6 +37,15 @@ class Journal:
         if self._writer is None:
             self._writer = Worker("aengine ledger")
         return await self._writer.finish(self.ledger.sync)
+
+    async def ready(self) -> None:
+        """Refuse an update while the ledger cannot be written: raises `LedgerError` unless it can be again."""
+        if self.ledger is None or self.ledger.failure is None:
+            return
+        outcome = await self.durable()
+        for reason in (outcome.cancelled, outcome.error):
+            if reason is not None:
+                raise reason
 
     def close(self) -> None:
         """End the event stream, and the ledger in good order. Raises `LedgerError` if that cannot be written."""

@@ -183,8 +183,7 @@ def encode_line(seq: int, record: Record, prev: str) -> tuple[bytes, str]:
 def decode_line(raw: bytes) -> Line:
     """Read a line without its newline. Raises `ValueError` if it is not a record, or not as it was written."""
     line = _DECODER.decode(raw)
-    digest = hashlib.sha256(raw[:-_END]).hexdigest()
-    if line.hash != digest or not raw.endswith(digest.encode() + b'"}'):
+    if line.hash != hashlib.sha256(raw[:-_END]).hexdigest():
         raise ValueError("the line does not match its own hash")
     return line
 

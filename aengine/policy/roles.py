@@ -39,6 +39,12 @@ class WeightHolder(Protocol):
     def check(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Names, shapes and types, without copying anything."""
 
+    def digest(self) -> str:
+        """Of the weights as they lie in memory now; runs in the worker thread."""
+
+    def accept(self) -> str:
+        """Take note of weights that their owner has written in place; returns their digest."""
+
     def open_writer(self) -> WeightWriter:
         """Write over the installed weights; from the first write until `finish` they are torn."""
 

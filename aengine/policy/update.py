@@ -16,7 +16,7 @@ import anyio
 import anyio.to_thread
 from attrs import Factory, define
 
-from aengine.errors import EngineError, EngineInvalidatedError, WeightUpdateError
+from aengine.errors import AttributionError, EngineError, EngineInvalidatedError, WeightUpdateError
 from aengine.policy.gate import Condition, PolicyGate
 from aengine.policy.journal import Journal
 from aengine.policy.lease import StableLease
@@ -30,7 +30,7 @@ from aengine.policy.ledger_records import (
     UpdateStage,
     WithdrawnRecord,
 )
-from aengine.policy.pending import PendingUpdate, WeightUpdateAck
+from aengine.policy.pending import PendingUpdate, UpdateBody, WeightUpdateAck
 from aengine.policy.roles import DrainTarget, StagedWeights, WeightHolder
 from aengine.policy.source import collect
 from aengine.policy.version import PolicyVersion, next_number
@@ -67,7 +67,10 @@ class Transaction:
         staged = await self._stage(update)
         affected = await self._drain(update)
         version = await self._swap(update, staged)
-        dropped = self._commit(update, version)
+        if version is None:
+            version, dropped = self.gate.installed(), 0
+        else:
+            dropped = self._commit(update, version)
         await self._acknowledge(update, version, dropped, affected)
         return WeightUpdateAck(
             policy_version=version.number,
@@ -87,11 +90,12 @@ class Transaction:
         """Check everything that can be checked; unless the update writes in place, copy and pack it too."""
         staged = None
         with self._step(update, "stage"):
+            await self.journal.ready()
             if not update.in_place:
                 tensors = await collect(update.tensors)
                 stage = partial(self.holder.stage, tensors, check_finite=update.check_finite)
                 staged = await anyio.to_thread.run_sync(stage, limiter=self._stager)
-            elif isinstance(update.tensors, Mapping):
+            elif update.body is None and isinstance(update.tensors, Mapping):
                 update.tensors = self.holder.check(update.tensors)
         self._refuse_if_withdrawn(update)
         self._reached(update, "staged")
@@ -126,29 +130,35 @@ class Transaction:
 
     # ---- 3. swap: nothing runs
 
-    async def _swap(self, update: PendingUpdate, staged: StagedWeights | None) -> PolicyVersion:
+    async def _swap(self, update: PendingUpdate, staged: StagedWeights | None) -> PolicyVersion | None:
         """Change the weights, and make the commit record durable before anybody can see the version. What was
-        installed lives until then, and a failure flips back to it."""
+        installed lives until then, and a failure flips back to it. None if the weights are what they were."""
         assert update.number is not None
         with self._step(update, "swap"):
             self.gate.swap(update.name)
             self._reached(update, "swapping")
-            undo = None
             try:
-                if staged is None:
-                    digest = await self._write_over(update)
+                if staged is not None:
+                    digest = staged.digest
+                    update.replaced.append(self.holder.flip(staged))
+                elif update.body is not None:
+                    digest = await self._let_write(update, update.body)
                 else:
-                    digest, undo = staged.digest, self.holder.flip(staged)
+                    digest = await self._write_over(update)
+                if update.body is not None and self._is_installed(digest):
+                    self.gate.rollback(f"{update.name} changed nothing")
+                    return None
                 version = PolicyVersion(update.number, digest, update.train_step)
                 await self._make_durable(update, version)
             except BaseException as cause:
-                self._undo(update, cause, undo, written=staged is None)
+                self._undo(update, cause)
                 raise
         return version
 
     async def _write_over(self, update: PendingUpdate) -> str:
         """Write tensors over the installed ones as they come; the caller's stream is not shielded."""
         writer = self.holder.open_writer()
+        update.is_written = True
         if isinstance(update.tensors, Mapping):
             for name, tensor in update.tensors.items():
                 await self.worker.run(partial(writer.write, name, tensor))
@@ -156,6 +166,25 @@ class Transaction:
             async for name, tensor in update.tensors:
                 await self.worker.run(partial(writer.write, name, tensor))
         return await self.worker.run(partial(writer.finish, check_finite=update.check_finite))
+
+    async def _let_write(self, update: PendingUpdate, body: UpdateBody) -> str:
+        """Let the caller write the weights, and take their digest before and after."""
+        if self.gate.fence is None:
+            update.is_written = not self._is_installed(await self.worker.run(self.holder.digest))
+        if update.is_written:
+            raise AttributionError("the weights were changed outside of weight_update()")
+        update.is_written = True
+        body.let_in()
+        await body.left()
+        digest = await self.worker.run(self.holder.accept)
+        update.is_written = self.gate.fence is not None or not self._is_installed(digest)
+        update.train_step = body.train_step()
+        if body.error is not None:
+            raise body.error
+        return digest
+
+    def _is_installed(self, digest: str) -> bool:
+        return self.gate.version is not None and self.gate.version.digest == digest
 
     async def _make_durable(self, update: PendingUpdate, version: PolicyVersion) -> None:
         """Write the commit record to the disk; from here on a cancellation no longer stops the update."""
@@ -174,11 +203,11 @@ class Transaction:
             self.journal.append(WithdrawnRecord(commit=line, reason=str(outcome.error)))
             raise outcome.error
 
-    def _undo(self, update: PendingUpdate, cause: BaseException, undo: StagedWeights | None, *, written: bool) -> None:
+    def _undo(self, update: PendingUpdate, cause: BaseException) -> None:
         """Leave Swapping for what holds now: the old version where the old weights are back, else the fence."""
-        if undo is not None:
-            self.holder.flip(undo)
-        if not written and self.gate.can_roll_back:
+        for replaced in update.replaced:
+            self.holder.flip(replaced)
+        if not update.is_written and self.gate.can_roll_back:
             self.gate.rollback(f"{update.name} failed")
         else:
             self.tear(f"{update.name} failed when weights had been written: {_reason(cause)}")

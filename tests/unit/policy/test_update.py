@@ -121,12 +121,14 @@ class Disk:
     ledger: Ledger
     error: OSError | None = None
     may_sync: threading.Event = field(factory=threading.Event)
+    failure: OSError | None = None
 
     def append(self, record: Record) -> int:
         return self.ledger.append(record)
 
     def sync(self) -> None:
         assert self.may_sync.wait(5)
+        self.failure = self.error
         if self.error is not None:
             raise LedgerError(self.ledger.path, "no space left") from self.error
         self.ledger.sync()
@@ -420,6 +422,10 @@ def test_a_commit_record_that_cannot_be_written_flips_back(backend: str) -> None
             await bench.update()
         assert (failed.value.stage, failed.value.engine_state) == ("commit", "Serving")
         bench.assert_untouched()
+        with pytest.raises(WeightUpdateError, match="no space left") as refused:
+            await bench.update()
+        assert refused.value.stage == "stage"
+        assert len(bench.holder.staged) == 1
         bench.disk.error = None
         assert (await bench.update()).policy_version == 1
 
