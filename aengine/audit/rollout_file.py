@@ -74,13 +74,14 @@ class RolloutFile:
 
     def _resume(self) -> None:
         self._file.seek(0)
-        end = 0
-        for record, end in _scan(self._file, self.path):
+        whole = 0
+        for record, behind in _scan(self._file, self.path):
+            whole = behind
             if isinstance(record, RolloutHeader):
                 self.header = record
             elif isinstance(record, SampleRecord):
                 self._note(record)
-        self._file.truncate(end)
+        self._file.truncate(whole)
 
     def __enter__(self) -> RolloutFile:
         return self

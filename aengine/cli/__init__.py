@@ -1,1 +1,1 @@
-"""The command line: `aengine models | rollout | demo | diagram`."""
+"""The command line: `aengine models | rollout | demo | ledger | diagram`."""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from aengine.cli import demo, diagram, models, rollout
+from aengine.cli import demo, diagram, ledger, models, rollout
 
 __all__ = ["app", "main"]
 
@@ -18,6 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(models.app, name="models")
+app.add_typer(ledger.app, name="ledger")
 app.command(name="rollout")(rollout.rollout)
 app.command(name="demo")(demo.demo)
 app.command(name="diagram")(diagram.diagram)

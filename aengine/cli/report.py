@@ -34,18 +34,25 @@ def errors_in_one_sentence(debug: bool) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        new_console().print("interrupted")
+        new_console().print("interrupted; what was finished is kept")
         raise typer.Exit(INTERRUPTED) from None
     except typer.Exit:
         raise
     except Exception as error:
         if debug:
             raise
-        new_console().print(Text.assemble(("error: ", "bold red"), _sentence(error)))
+        new_console().print(Text.assemble(("error: ", "bold red"), _sentence(_first(error))))
         raise typer.Exit(1) from None
 
 
-def _sentence(error: Exception) -> str:
+def _first(error: BaseException) -> BaseException:
+    """Of several that ended a task group together, one is enough for a sentence."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _sentence(error: BaseException) -> str:
     if isinstance(error, EngineError):
         return str(error)
     if isinstance(error, OSError):

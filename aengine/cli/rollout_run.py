@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import anyio
@@ -16,8 +16,8 @@ from aengine.audit.record import RolloutHeader, machine_facts, sample_records
 from aengine.audit.rollout_file import RolloutFile
 from aengine.cli.loading import load_model
 from aengine.cli.progress import RolloutProgress
-from aengine.cli.prompts import LineFault, PromptEntry, PromptsFile, faults_error, read_prompts
-from aengine.errors import EngineError, PromptError, PromptsFileError, RequestFailedError
+from aengine.cli.prompts import LineFault, PromptEntry, faults_error, read_prompts
+from aengine.errors import PromptError, PromptsFileError, RequestFailedError, TokenizerMissingError
 from aengine.model.checkpoint import Checkpoint
 from aengine.params import SamplingParams
 from aengine.sampling.random import derive_seed
@@ -67,14 +67,14 @@ class _Task:
 async def run_rollout(job: RolloutJob, console: Console) -> RolloutSummary:
     """Raises `PromptsFileError`, `RolloutFileError`, what loading a model raises, or `OSError`."""
     source = read_prompts(job.prompts)
-    _refuse(source, source.faults, job.skip_bad, console)
+    _refuse(job.prompts, source.faults, len(source.entries), job, console)
     with RolloutFile(job.out) as out:
         checkpoint = load_model(job.model, console)
         params = evolve(job.params, seed=_base_seed(job.params, out.header))
         config = EngineConfig()
         async with Engine(checkpoint, config) as engine:
             prompts, faults = _checked(engine, source.entries, params)
-            _refuse(source, faults, job.skip_bad, console)
+            _refuse(job.prompts, faults, len(prompts), job, console)
             out.begin(_header(engine, checkpoint, params))
             tasks, kept = _tasks(prompts, params, out)
             summary = RolloutSummary(kept=kept, skipped_lines=len(source.faults) + len(faults))
@@ -83,16 +83,15 @@ async def run_rollout(job: RolloutJob, console: Console) -> RolloutSummary:
     return summary
 
 
-def _refuse(source: PromptsFile, faults: Iterable[LineFault], skip_bad: bool, console: Console) -> None:
+def _refuse(path: Path, faults: Sequence[LineFault], num_good: int, job: RolloutJob, console: Console) -> None:
     """Raise for faulty lines, or only tell of them; a file without one good line is refused either way."""
-    faults = list(faults)
     if faults:
-        error = faults_error(source.path, faults)
-        if not skip_bad:
+        error = faults_error(path, faults)
+        if not job.skip_bad:
             raise error
         console.print(f"skipped: {error}", markup=False)
-    if len(faults) >= len(source.entries) + len(source.faults):
-        raise PromptsFileError(f"{source.path} has no prompt that can be used")
+    if not num_good:
+        raise PromptsFileError(f"{path} has no prompt that can be used")
 
 
 def _base_seed(params: SamplingParams, header: RolloutHeader | None) -> int:
@@ -114,7 +113,7 @@ def _checked(
             prompt = entry.prompt(engine.tokenizer)
             engine.stream(prompt, params)  # checks as a submit would; never entered, so nothing is submitted
             good.append((entry.prompt_id, tuple(int(token) for token in prompt)))
-        except (PromptError, EngineError) as error:
+        except (PromptError, TokenizerMissingError) as error:
             faults.append(LineFault(entry.line, str(error)))
     return good, faults
 

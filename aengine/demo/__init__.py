@@ -1,0 +1,1 @@
+"""A short GRPO run that teaches a small model to answer briefly, on rollouts that are verified before they are used."""
