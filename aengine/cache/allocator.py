@@ -19,6 +19,7 @@ always a leaf of the prefix tree, and taking the head is exact least-recently-us
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from operator import length_hint
 
 from aengine.errors import OutOfPagesError, PageAccountingError
@@ -70,17 +71,15 @@ class Allocator:
         return self._refs[page]
 
     def is_indexed(self, page: int) -> bool:
-        """Whether the page's content is indexed in this epoch, so that nobody may write to it."""
+        """Whether its content is indexed in this epoch, so that nobody may write to it."""
         return self._tags[page] == self.epoch
 
     def is_exclusive(self, page: int) -> bool:
-        """Whether the one holder of the page may write to it."""
+        """Whether nobody but its one holder can read it, so that it may write."""
         return self._refs[page] == 1 and self._tags[page] != self.epoch
 
     def count_reusable(self, pages: Sequence[int]) -> int:
-        """How many of `pages` nobody holds."""
-        refs = self._refs
-        return sum(not refs[page] for page in pages)
+        return sum(not self._refs[page] for page in pages)
 
     def alloc(self, n: int) -> list[int]:
         """Hand out `n` pages, each with one reference; all or nothing. Raises `OutOfPagesError`.
@@ -181,7 +180,6 @@ class Allocator:
         return self._walk(self._next[self.num_pages], self.num_reusable, self._next)
 
     def reusable_backwards(self) -> Iterator[int]:
-        """Reusable pages, most recently used first."""
         return self._walk(self._prev[self.num_pages], self.num_reusable, self._prev)
 
     def stale(self) -> Iterator[int]:
@@ -190,8 +188,7 @@ class Allocator:
 
     def unindexed(self) -> Iterator[int]:
         """Free pages that are not stale, those never used included."""
-        yield from self._stack
-        yield from range(self._bump, self.num_pages)
+        return chain(self._stack, range(self._bump, self.num_pages))
 
     def _walk(self, page: int, count: int, links: list[int]) -> Iterator[int]:
         for _ in range(count):

@@ -43,7 +43,7 @@ class ContiguousStrategy(AllocationStrategy):
     def lookup(self, root: bytes, prompt: bytes) -> int:
         return 0
 
-    def alloc(self, state: TaskCacheState) -> None:
+    def alloc(self, state: TaskCacheState, max_cached_tokens: int | None = None) -> None:
         needed = self.pages_for(state.length)
         if state.row >= self.num_slots or needed > self.pages_per_slot:
             raise OutOfPagesError(needed, min(self.num_available, self.pages_per_slot))

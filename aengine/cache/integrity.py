@@ -39,6 +39,7 @@ def check_paged(allocator: Allocator, radix: RadixCache, page_size: int, states:
             raise PageAccountingError(f"task {state.task_id!r}: {len(state.pages)} pages for {state.length} slots")
         if state.epoch == allocator.epoch:
             _check_chain(parents, state)
+    _check_families(allocator, [state for state in states if state.epoch == allocator.epoch])
 
 
 def _check_lists(allocator: Allocator, radix: RadixCache) -> None:
@@ -85,3 +86,13 @@ def _check_chain(parents: dict[int, int | None], state: TaskCacheState) -> None:
         if page not in parents and block < state.num_published:
             raise PageAccountingError(f"page {page} of task {state.task_id!r} should be indexed, and is not")
         before = page
+
+
+def _check_families(allocator: Allocator, states: Collection[TaskCacheState]) -> None:
+    """Whoever shares a page that is not indexed can be found when its twin is."""
+    families: dict[int, Collection[TaskCacheState]] = {}
+    for state in states:
+        own = (state,) if state.family is None else state.family
+        for page in state.pages:
+            if not allocator.is_indexed(page) and state not in families.setdefault(page, own):
+                raise PageAccountingError(f"task {state.task_id!r} is not in the family that shares page {page}")

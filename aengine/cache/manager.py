@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,30 +13,19 @@ from aengine.cache.integrity import check_totals
 from aengine.cache.paged import PagedStrategy
 from aengine.cache.pool import ReqToTokenPool
 from aengine.cache.radix import TOKEN_BYTES, Salt, TokenIds, root_identity, token_bytes
-from aengine.cache.state import CacheStats, TaskCacheState
+from aengine.cache.state import CacheLease, CacheStats, TaskCacheState
 from aengine.cache.strategy import AllocationStrategy
 from aengine.errors import ConfigError, PageAccountingError, PromptError, StaleLeaseError
 from statemachines.policy import Operation
 
-__all__ = ["CacheLease", "TaskCacheManager"]
-
-
-class CacheLease(Protocol):
-    """What the cache needs of a `StableLease`."""
-
-    @property
-    def epoch(self) -> int: ...
-
-    def check(self, operation: Operation) -> None: ...
-
-    def bump_epoch(self) -> int: ...
+__all__ = ["TaskCacheManager"]
 
 
 class TaskCacheManager:
     """Owner of every task's cache state. Each method is one synchronous step and all or nothing.
 
-    Every method that reads or changes pages takes a lease and raises `StaleLeaseError` if it does not permit it. No
-    method may run while a forward pass uses the states it is given.
+    Methods that read or change pages take a lease and raise `StaleLeaseError` if it does not permit that. None may
+    run while a forward pass uses the states it is given.
     """
 
     def __init__(
@@ -50,8 +39,8 @@ class TaskCacheManager:
         cache: Literal["paged", "contiguous"] = "paged",
         epoch: int = 0,
     ) -> None:
-        sizes = {"num_pages": num_pages, "page_size": page_size, "max_num_seqs": max_num_seqs}
-        for name, value in {**sizes, "max_model_len": max_model_len}.items():
+        names = ("num_pages", "page_size", "max_num_seqs", "max_model_len")
+        for name, value in zip(names, (num_pages, page_size, max_num_seqs, max_model_len), strict=True):
             if value < 1:
                 raise ConfigError(name, value, "must be at least 1")
         table = ReqToTokenPool(max_num_seqs, -(-max_model_len // page_size))
@@ -82,7 +71,6 @@ class TaskCacheManager:
 
     @property
     def num_available(self) -> int:
-        """Pages that can be handed out now: free ones and evictable ones."""
         return self._strategy.num_available
 
     @property
@@ -100,9 +88,17 @@ class TaskCacheManager:
         return self._strategy.lookup(root_identity(self._epoch, salt), token_bytes(token_ids))
 
     def alloc(
-        self, lease: CacheLease, task_id: str, token_ids: TokenIds, salt: Salt = None, *, readmit: bool = False
+        self,
+        lease: CacheLease,
+        task_id: str,
+        token_ids: TokenIds,
+        salt: Salt = None,
+        *,
+        readmit: bool = False,
+        max_cached_tokens: int | None = None,
     ) -> TaskCacheState:
-        """Give a task pages for `token_ids`, the longest indexed prefix included, without its last token.
+        """Give a task pages for `token_ids`, the longest indexed prefix included, without its last token and of no
+        more than `max_cached_tokens`.
 
         `readmit` says that the task was preempted: other permission, and no count as a query. Raises
         `OutOfPagesError` (`OutOfRowsError` among them), and `PromptError` for tokens that can never be served.
@@ -117,12 +113,12 @@ class TaskCacheManager:
             raise PromptError(f"{length} tokens cannot be allocated; between 1 and {self._max_model_len} can")
         state = self._new_state(task_id, self._epoch, root_identity(self._epoch, salt), prompt, length)
         try:
-            self._strategy.alloc(state)
+            self._strategy.alloc(state, max_cached_tokens)
         except BaseException:
             self._table.give_back(state.row)
             raise
         self._tasks[task_id] = state
-        if not readmit:
+        if not readmit and self._strategy.prefix_caching:
             self._query_tokens += length
             self._hit_tokens += state.num_cached_tokens
         return state

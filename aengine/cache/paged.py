@@ -61,8 +61,9 @@ class PagedStrategy(AllocationStrategy):
         num_pages = (len(prompt) - TOKEN_BYTES) // self._page_bytes
         return self.radix.lookup(root, prompt[: num_pages * self._page_bytes])
 
-    def alloc(self, state: TaskCacheState) -> None:
-        pages = self._match(state.root, state.prompt)
+    def alloc(self, state: TaskCacheState, max_cached_tokens: int | None = None) -> None:
+        end = None if max_cached_tokens is None else TOKEN_BYTES * (max_cached_tokens + 1)
+        pages = self._match(state.root, state.prompt[:end])
         state.num_published = len(pages)
         state.num_cached_tokens = len(pages) * self.page_size
         pages += self._acquire(pages, self.pages_for(state.length) - len(pages))

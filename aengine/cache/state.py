@@ -1,10 +1,25 @@
-"""What the cache knows of one running task, and the figures it reports."""
+"""What passes between the cache and those who use it: leases, the state of a task, and figures."""
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from attrs import Factory, define, field, frozen
 
-__all__ = ["CacheStats", "PageStats", "TaskCacheState"]
+from statemachines.policy import Operation
+
+__all__ = ["CacheLease", "CacheStats", "PageStats", "TaskCacheState"]
+
+
+class CacheLease(Protocol):
+    """What the cache needs of a `StableLease`."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    def check(self, operation: Operation) -> None: ...
+
+    def bump_epoch(self) -> int: ...
 
 
 @define(eq=False)

@@ -25,6 +25,7 @@ class AllocationStrategy(ABC):
 
     name: ClassVar[str]
     can_fork: ClassVar[bool] = False
+    prefix_caching = False
     num_indexed = 0
 
     def __init__(self, num_pages: int, page_size: int, table: ReqToTokenPool) -> None:
@@ -59,8 +60,9 @@ class AllocationStrategy(ABC):
         """Tokens of `prompt` that `alloc` would find computed."""
 
     @abstractmethod
-    def alloc(self, state: TaskCacheState) -> None:
-        """Give a new state pages for `state.prompt`. Raises `OutOfPagesError`."""
+    def alloc(self, state: TaskCacheState, max_cached_tokens: int | None = None) -> None:
+        """Give a new state pages for `state.prompt`, found ones for no more than `max_cached_tokens`. Raises
+        `OutOfPagesError`."""
 
     @abstractmethod
     def extend(self, state: TaskCacheState, num_tokens: int) -> tuple[tuple[int, int], ...]:

@@ -1,36 +1,24 @@
-"""A gate in Serving with a lease on it, and caches small enough to run out of pages."""
+"""Caches small enough to run out of pages, proved to be right when a test ends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from cache_support import Lease, NewCache, RunTask
 
 from aengine.cache.manager import TaskCacheManager
-from aengine.policy.gate import PolicyGate, StableLease
-from aengine.policy.version import PolicyVersion
-
-NewCache = Callable[..., TaskCacheManager]
-RunTask = Callable[..., int]
 
 
 @pytest.fixture
-def gate() -> PolicyGate:
-    return PolicyGate(PolicyVersion(0, ""))
-
-
-@pytest.fixture
-def lease(gate: PolicyGate) -> Iterator[StableLease]:
-    lease = gate.try_lease()
-    assert lease is not None
-    with lease:
-        yield lease
+def lease() -> Lease:
+    return Lease()
 
 
 @pytest.fixture
 def new_cache() -> Iterator[NewCache]:
-    """Makes caches (page size 4, 8 pages unless told otherwise) whose integrity is proved when the test ends."""
+    """Makes caches: page size 4 and 8 pages unless told otherwise."""
     made: list[TaskCacheManager] = []
 
     def make(**settings: Any) -> TaskCacheManager:
@@ -45,7 +33,7 @@ def new_cache() -> Iterator[NewCache]:
 
 
 @pytest.fixture
-def run_task(lease: StableLease) -> RunTask:
+def run_task(lease: Lease) -> RunTask:
     """Runs a task from `alloc` to `free`, all of it computed; returns how many of its tokens were cached."""
 
     def run(cache: TaskCacheManager, tokens: list[int], salt: str | None = None) -> int:
