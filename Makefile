@@ -14,6 +14,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do $$p -c '
 MODEL := smollm2-135m
 GENERATED := docs/generated/statemachines.md
 SPECS := pyproject.toml constraints.txt
+BENCHMARKS := cache update rollout
 
 .PHONY: help demo test check bench docs clean
 
@@ -49,7 +50,7 @@ test: check
 	$(BIN)/python -m pytest --cov
 
 bench: $(VENV)/.stamp-test
-	$(BIN)/python -m benchmarks.rollout
+	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done
 
 docs: $(VENV)/.stamp-test
 	@mkdir -p $(dir $(GENERATED))

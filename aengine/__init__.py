@@ -1,6 +1,9 @@
 """An embeddable LLM rollout engine for reinforcement learning that knows which policy made every token."""
 
+from aengine.blocking import BlockingEngine
+from aengine.completed import CompletedOutputs
 from aengine.config import EngineConfig
+from aengine.conversation import Conversation
 from aengine.engine import Engine
 from aengine.errors import (
     CheckpointError,
@@ -9,6 +12,7 @@ from aengine.errors import (
     EngineDeadError,
     EngineError,
     EngineInvalidatedError,
+    EventLoopRunningError,
     ModelUnavailableError,
     PromptError,
     QueueFullError,
@@ -22,14 +26,18 @@ from aengine.outputs import CompletionOutput, KVSpan, RequestOutput, VersionSpan
 from aengine.params import SamplingParams
 from aengine.policy.pending import WeightUpdateAck
 from aengine.policy.version import PolicyVersion
+from aengine.scoring import ScoreOutput
 from aengine.stats import EngineStats
 from aengine.stream import RequestStream, StreamDelta
 
 __all__ = [
+    "BlockingEngine",
     "Checkpoint",
     "CheckpointError",
+    "CompletedOutputs",
     "CompletionOutput",
     "ConfigError",
+    "Conversation",
     "Engine",
     "EngineClosedError",
     "EngineConfig",
@@ -37,6 +45,7 @@ __all__ = [
     "EngineError",
     "EngineInvalidatedError",
     "EngineStats",
+    "EventLoopRunningError",
     "KVSpan",
     "ModelUnavailableError",
     "PolicyVersion",
@@ -47,6 +56,7 @@ __all__ = [
     "RequestStream",
     "SamplingParams",
     "SamplingParamsError",
+    "ScoreOutput",
     "StaleVersionError",
     "StreamDelta",
     "VersionSpan",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from functools import partial
 
 from attrs import frozen
 
@@ -33,9 +34,11 @@ from aengine.runner import ModelRunner, SharedModelRunner
 from aengine.scheduler import Scheduler
 from aengine.signal import Signal
 from aengine.stats import EngineStats, PrefixStats
-from aengine.worker import Worker
+from aengine.worker import Outcome, Worker
 
 __all__ = ["Assembly", "assemble"]
+
+Loaded = tuple[ModelRunner, PolicyVersion, Journal]
 
 SILENT = logging.NullHandler()
 """Keeps the logging module from printing warnings of a program that has not set up logging."""
@@ -87,7 +90,8 @@ async def assemble(checkpoint: Checkpoint, config: EngineConfig, *, share: bool 
     num_pages = _num_pages(checkpoint.spec, config, max_model_len)
     worker = Worker("aengine worker")
     try:
-        runner, version, journal = await worker.run(lambda: _load(checkpoint, config, max_model_len, num_pages, share))
+        load = partial(_load, checkpoint, config, max_model_len, num_pages, share)
+        runner, version, journal = _take(await worker.finish(load))
     except BaseException:
         worker.close()
         raise
@@ -140,6 +144,15 @@ async def assemble(checkpoint: Checkpoint, config: EngineConfig, *, share: bool 
     )
 
 
+def _take(loading: Outcome[Loaded]) -> Loaded:
+    """What was loaded. A cancellation that came meanwhile is raised, and the ledger let go of."""
+    if loading.result is None or loading.cancelled is not None:
+        if loading.result is not None:
+            loading.result[2].close()
+        raise loading.cancelled or loading.error or AssertionError("neither a result nor an error")
+    return loading.result
+
+
 def _max_model_len(spec: ModelSpec, config: EngineConfig) -> int:
     if config.max_model_len is None:
         return spec.max_position_embeddings
@@ -174,9 +187,7 @@ def _weights(checkpoint: Checkpoint, config: EngineConfig, share: bool) -> Decod
     return build_weights(spec, checkpoint.tensors, FAST if is_fast else probe(linear_shapes(spec)))
 
 
-def _load(
-    checkpoint: Checkpoint, config: EngineConfig, max_model_len: int, num_pages: int, share: bool
-) -> tuple[ModelRunner, PolicyVersion, Journal]:
+def _load(checkpoint: Checkpoint, config: EngineConfig, max_model_len: int, num_pages: int, share: bool) -> Loaded:
     spec = checkpoint.spec
     weights = _weights(checkpoint, config, share)
     storage = KVStorage(

@@ -59,7 +59,10 @@ class EngineConfig:
     max_num_batched_tokens: int = field(default=512, validator=_positive)
     """Tokens computed in one step; longer prompts are prefilled in chunks."""
     max_num_queued_reqs: int | None = field(default=None, validator=_optional_positive)
-    """Requests that may wait; one more raises `QueueFullError`. None does not bound the queue."""
+    """Requests that may wait in the queue, preempted ones not counted. None does not bound it."""
+    when_queue_full: Literal["wait", "raise"] = field(default="wait", validator=_one_of("wait", "raise"))
+    """`"wait"`: whoever submits more waits for a place, which are given by priority, then arrival; cancelling gives the
+    turn to the next. `"raise"`: more is refused with `QueueFullError`."""
     cache: Literal["paged", "contiguous"] = field(default="paged", validator=_one_of("paged", "contiguous"))
     """`"contiguous"` gives each sample one fixed range and shares nothing."""
     prefix_caching: bool = field(default=True, validator=_one_of(True, False))

@@ -23,6 +23,7 @@ __all__ = [
     "EngineError",
     "EngineInvalidatedError",
     "EventLoopRunningError",
+    "GrammarError",
     "IllegalTransitionError",
     "InsideWeightUpdateError",
     "LedgerError",
@@ -76,6 +77,10 @@ class PromptError(EngineError, ValueError):
 
 class TokenizerMissingError(EngineError):
     """Text was given or asked for, and the model has no tokenizer."""
+
+
+class GrammarError(EngineError, ValueError):
+    """A schema, pattern or grammar cannot be enforced, or an output has left it."""
 
 
 class TokenMaskError(EngineError):

@@ -6,9 +6,15 @@ from typing import Literal
 
 from attrs import frozen
 
-__all__ = ["CompletionOutput", "FinishReason", "KVSpan", "RequestOutput", "VersionSpan"]
+from aengine.params import SamplingParams
+
+__all__ = ["Alternatives", "CompletionOutput", "FinishReason", "KVSpan", "RequestOutput", "VersionSpan"]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+Alternatives = tuple[tuple[int, float], ...]
+"""(token id, log-probability) by falling probability; the token that is there comes last where it is not among them."""
 
 
 @frozen
@@ -55,6 +61,9 @@ class CompletionOutput:
     version_spans: tuple[VersionSpan, ...]
     kv_spans: tuple[KVSpan, ...]
     seed: int
+    top_logprobs: tuple[Alternatives, ...] | None = None
+    """Where `SamplingParams.logprobs` asks for k: for each token, (id, logprob) of the k likeliest under the
+    distribution that was sampled from (fewer where truncation left fewer), and of the token itself."""
 
     @property
     def token_versions(self) -> tuple[int, ...]:
@@ -99,3 +108,9 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int
     num_preemptions: int
+    prompt_logprobs: tuple[Alternatives | None, ...] | None = None
+    """Where `SamplingParams.prompt_logprobs` asks for k: for each prompt token but the first, for which it is None,
+    (id, logprob) of the k likeliest under the model's own distribution, and of the token itself. None if the request
+    ended before the prompt was computed."""
+    params: SamplingParams | None = None
+    """The parameters that the request was submitted with."""

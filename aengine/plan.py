@@ -7,13 +7,14 @@ prefill under way, then admission, each in the order of `Sample.key`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from attrs import Factory, define, frozen
 from sortedcontainers import SortedDict
 
-from aengine.errors import OutOfPagesError
+from aengine.errors import EngineError, OutOfPagesError
 from aengine.outputs import FinishReason
 from aengine.request import Request, Sample
 from statemachines.policy import Operation, PolicyState, permits
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from aengine.policy.roles import KVOnUpdate
 
 __all__ = ["Chunk", "Planner", "StepPlan"]
+
+T = TypeVar("T")
 
 
 @frozen(eq=False)
@@ -49,21 +52,44 @@ class StepPlan:
     copies: list[tuple[int, int]] = Factory(list)
     """Pages to copy before anything is written: (from, to)."""
     num_tokens: int = 0
+    failures: list[tuple[Request, Exception]] = Factory(list)
+    """Requests that cannot go on, as something broke while pages were taken for them; they are to be ended."""
 
     def add(self, chunk: Chunk) -> None:
         self.chunks.append(chunk)
         self.num_tokens += chunk.count
 
+    def take(self, request: Request, pages: Callable[[], T]) -> T | None:
+        """What `pages` returns. If it breaks, that is the failure of `request` alone, and None is returned. Errors of
+        ours pass: a full pool is no failure, and wrong accounting is everybody's."""
+        try:
+            return pages()
+        except EngineError:
+            raise
+        except Exception as error:
+            self.failures.append((request, error))
+            return None
+
 
 class Planner:
     """Owner of the queues: who waits, who runs, whose pages are still to be given back."""
 
-    def __init__(self, cache: TaskCacheManager, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        cache: TaskCacheManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_num_queued_reqs: int | None = None,
+    ) -> None:
         self._cache = cache
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._budget = max_num_batched_tokens
+        self._max_num_queued_reqs = max_num_queued_reqs
+        self._line: SortedDict = SortedDict()
+        """First samples of requests for which the queue has no place yet; empty unless the queue is full."""
         self._waiting: SortedDict = SortedDict()
-        """Samples of requests not started: admitted in Serving only."""
+        """First samples of requests not started, the queue: admitted in Serving only."""
         self._set_aside: SortedDict = SortedDict()
         """Preempted samples, and samples of started requests that found no room: admitted while draining, too."""
         self._running: SortedDict = SortedDict()
@@ -71,11 +97,24 @@ class Planner:
         """Finished samples that still hold pages; they are freed under the next lease."""
         self._to_recompute: list[Sample] = []
         """Running samples whose KV is of an earlier version; it is given up under the next lease."""
+        self._num_alive = 0
+        """Samples of queued and started requests that have not ended."""
         self.num_preemptions = 0
+        self.num_reprefilled_tokens = 0
+        """Tokens whose KV had been given up and was, or is being, computed again."""
+        self.num_mixed_policy_samples = 0
+        """Samples that ended with more than one policy version in them."""
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + len(self._set_aside)
+        """Samples that are to run and do not: of requests in the queue, set aside, or waiting for their group's prompt.
+        Those for whose request the queue has no place are not counted."""
+        return self._num_alive - len(self._running)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the queue of requests not started has no place left."""
+        return self._max_num_queued_reqs is not None and len(self._waiting) >= self._max_num_queued_reqs
 
     @property
     def num_running(self) -> int:
@@ -96,25 +135,47 @@ class Planner:
         return list({id(sample.request): sample.request for sample in samples}.values())
 
     def submit(self, request: Request) -> None:
-        """Put a request in line; its first sample computes the prompt for all."""
+        """Put a request in the queue, or in line for it while it is full; its first sample computes the prompt for all.
+
+        Places in the queue are given in the order of service; whoever gets one is told by `on_progress`.
+        """
+        if self.is_full:
+            self._line[request.leader.key] = request.leader
+        else:
+            self._enqueue(request)
+
+    def _enqueue(self, request: Request) -> None:
+        request.is_queued = True
         self._waiting[request.leader.key] = request.leader
+        self._num_alive += len(request.samples)
+
+    def _fill_queue(self) -> None:
+        while self._line and not self.is_full:
+            request = self._line.popitem(0)[1].request
+            self._enqueue(request)
+            request.on_progress()
 
     def finish(self, sample: Sample, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End a sample now; pages it holds are given back under the next lease."""
         if sample.is_finished:
             return
-        for queue in (self._waiting, self._set_aside, self._running):
+        for queue in (self._line, self._waiting, self._set_aside, self._running):
             queue.pop(sample.key, None)
+        self._num_alive -= sample.request.is_queued
+        self.num_mixed_policy_samples += sample.provenance.is_mixed
         sample.finish(reason, stop_reason)
+        self._fill_queue()
         if sample.cache is not None:
             self._to_free.append(sample)
 
     def carry_over(self, kv: KVOnUpdate) -> None:
         """A new version is about to be committed: what runs goes on under it, its KV computed again or kept as it is.
-        KV that is kept is never indexed."""
+        KV that is kept is never indexed. Scores that are not complete begin anew."""
+        for sample in self._set_aside.values():
+            sample.restart_targets()
         for sample in self._running.values():
             assert sample.cache is not None
-            if kv == "recompute":
+            if sample.restart_targets() or kv == "recompute":
                 self._to_recompute.append(sample)
             else:
                 sample.cache.publishable = False
@@ -172,10 +233,12 @@ class Planner:
         Samples are served in order, so whoever is preempted has no chunk in this step yet.
         """
         while True:
-            assert sample.cache is not None
+            cache = sample.cache
+            assert cache is not None
             try:
-                step.copies += self._cache.extend(lease, sample.cache, len(sample.tokens))
-                return True
+                copies = step.take(sample.request, partial(self._cache.extend, lease, cache, len(sample.tokens)))
+                step.copies += copies or ()
+                return copies is not None
             except OutOfPagesError:
                 victim = self._running.peekitem(-1)[1]
                 self._preempt(lease, victim)
@@ -196,7 +259,7 @@ class Planner:
     def _add_chunk(self, lease: StableLease, step: StepPlan, sample: Sample) -> None:
         count = min(sample.num_pending, self._budget - step.num_tokens)
         draws: tuple[Sample, ...] = ()
-        if count == sample.num_pending:
+        if count == sample.num_pending and not sample.request.is_scoring:
             draws = (sample, *self._place_siblings(lease, sample))
         assert sample.cache is not None
         step.add(Chunk(sample, sample.cache, sample.num_computed, count, draws))
@@ -204,7 +267,7 @@ class Planner:
     def _plan_admissions(self, lease: StableLease, step: StepPlan, state: PolicyState) -> None:
         while step.num_tokens < self._budget and len(self._running) < self._max_num_seqs:
             sample = self._next_candidate(state)
-            if sample is None or not self._admit(lease, sample):
+            if sample is None or not self._admit(lease, step, sample):
                 return  # the first in line waits for pages; nobody overtakes it, so nobody starves
             self._add_chunk(lease, step, sample)
 
@@ -213,16 +276,25 @@ class Planner:
         heads: Iterator[tuple[tuple[int, int, int], Sample]] = (queue.peekitem(0) for queue in queues if queue)
         return min(heads, default=(None, None))[1]
 
-    def _admit(self, lease: StableLease, sample: Sample) -> bool:
+    def _admit(self, lease: StableLease, step: StepPlan, sample: Sample) -> bool:
         request = sample.request
+        alloc = partial(
+            self._cache.alloc,
+            lease,
+            sample.task_id,
+            sample.tokens,
+            request.cache_salt,
+            max_cached_tokens=sample.max_cached_tokens,
+        )
         try:
-            cache = self._cache.alloc(
-                lease, sample.task_id, sample.tokens, request.cache_salt, readmit=request.is_started
-            )
+            cache = step.take(request, partial(alloc, readmit=request.is_started))
         except OutOfPagesError:
+            return False
+        if cache is None:
             return False
         if not request.is_started:
             request.is_started, request.num_cached_tokens = True, cache.num_cached_tokens
+        self.num_reprefilled_tokens += max(sample.num_given_up - cache.num_cached_tokens, 0)
         self._run(sample, cache)
         sample.computed(cache.num_cached_tokens, lease.version.number)
         return True
@@ -230,6 +302,7 @@ class Planner:
     def _run(self, sample: Sample, cache: TaskCacheState) -> None:
         for queue in (self._waiting, self._set_aside):
             queue.pop(sample.key, None)
+        self._fill_queue()
         preempted = sample.state is RequestState.PREEMPTED
         sample.follow(RequestTrigger.READMIT if preempted else RequestTrigger.ADMIT)
         sample.cache = cache

@@ -44,6 +44,13 @@ class PromptReader:
             raise PromptError(f"the prompt needs KV for {len(token_ids)} tokens; the page pool holds {self.capacity}")
         return token_ids
 
+    def read_response(self, prompt: Sequence[int], token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Ids of a response to `prompt`. Raises `PromptError` for one that is empty or longer than could be sampled."""
+        response, room = self._check_ids(token_ids, "response"), self.max_new_tokens(prompt)
+        if not 0 < len(response) <= room:
+            raise PromptError(f"the response has {len(response)} tokens; after this prompt there can be 1 to {room}")
+        return response
+
     def max_new_tokens(self, token_ids: Sequence[int]) -> int:
         """How many tokens a sample of this prompt may have. The one sampled last needs no KV, so a sequence may be one
         longer than what the pool holds."""
@@ -54,17 +61,17 @@ class PromptReader:
             raise TokenizerMissingError("the prompt is text, and the model has no tokenizer; give token ids")
         return tuple(self.tokenizer.encode(text))
 
-    def _check_ids(self, prompt: Iterable[int]) -> tuple[int, ...]:
+    def _check_ids(self, prompt: Iterable[int], what: str = "prompt") -> tuple[int, ...]:
         values = prompt.tolist() if hasattr(prompt, "tolist") else prompt
         if not isinstance(values, Sequence):
-            raise PromptError(f"a prompt is text or a sequence of token ids, not {type(prompt).__name__}")
+            raise PromptError(f"a {what} is text or a sequence of token ids, not {type(prompt).__name__}")
         token_ids = [as_integer(token) for token in values]
         for position, token in enumerate(token_ids):
             if token is None:
-                raise PromptError(f"prompt position {position} holds {values[position]!r}, which is not a token id")
+                raise PromptError(f"{what} position {position} holds {values[position]!r}, which is not a token id")
             if not 0 <= token < self.vocab_size:
                 raise PromptError(
-                    f"prompt position {position} holds token id {token}; the vocabulary has ids 0 to "
+                    f"{what} position {position} holds token id {token}; the vocabulary has ids 0 to "
                     f"{self.vocab_size - 1}"
                 )
         return tuple(token for token in token_ids if token is not None)

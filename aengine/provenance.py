@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from attrs import Factory, define
 
 from aengine.outputs import KVSpan, VersionSpan
@@ -26,6 +28,12 @@ class Provenance:
     _version_spans: list[VersionSpan] = Factory(list)
     _kv_spans: list[KVSpan] = Factory(list)
     _num_tokens: int = 0
+
+    @classmethod
+    def continued(cls, version_spans: Sequence[VersionSpan], kv_spans: Sequence[KVSpan]) -> Provenance:
+        """Of a sample whose tokens are there, and whose KV is to be computed again."""
+        num_tokens = max((span.end for span in version_spans), default=0)
+        return cls(version_spans=list(version_spans), kv_spans=list(kv_spans), num_tokens=num_tokens)
 
     def forget_context(self) -> None:
         """The sample's KV was given up and will be computed again."""
@@ -66,6 +74,12 @@ class Provenance:
                 self._kv_spans[index] = KVSpan(span.version, span.start, stretch.end, span.first_token, at + 1)
                 return
         self._kv_spans.append(KVSpan(stretch.version, stretch.start, stretch.end, at, at + 1))
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether more than one version sampled its tokens or computed the KV they attended to."""
+        versions = {span.version for span in self._version_spans} | {span.version for span in self._kv_spans}
+        return len(versions) > 1
 
     def version_spans(self) -> tuple[VersionSpan, ...]:
         return tuple(self._version_spans)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from attrs import Factory, define, field
 
-from aengine.outputs import CompletionOutput, FinishReason, RequestOutput
+from aengine.outputs import Alternatives, CompletionOutput, FinishReason, RequestOutput
 from aengine.params import SamplingParams
 from aengine.provenance import Provenance
-from aengine.sampling.stop import StopRule
+from aengine.sampling.history import TokenHistory
+from aengine.sampling.mask import TokenMask, TokenMaskSource
+from aengine.sampling.stop import Finish, StopRule
+from aengine.sampling.stop_text import StopText
+from aengine.sampling.text import TextDecoder
+from aengine.targets import Targets
 from statemachines.request import REQUEST_INITIAL, RequestState, RequestTrigger, follow
 
 if TYPE_CHECKING:
@@ -34,12 +39,24 @@ class Sample:
     state: RequestState = REQUEST_INITIAL
     cache: TaskCacheState | None = None
     num_computed: int = 0
+    num_given_up: int = 0
+    """How many of its tokens had KV when its pages were last given up."""
     num_preemptions: int = 0
     logprobs: list[float] = Factory(list)
     raw_logprobs: list[float] = Factory(list)
+    top_logprobs: list[Alternatives] = Factory(list)
+    mask: TokenMask | None = None
+    stop_text: StopText | None = None
+    """Its text, where stop strings are looked for in it."""
+    targets: Targets | None = None
+    """Tokens to score on the way: the prompt's own, or, of a scoring request, the response."""
+    history: TokenHistory = field(init=False, repr=False)
     provenance: Provenance = Factory(Provenance)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+
+    def __attrs_post_init__(self) -> None:
+        self.history = TokenHistory(self.tokens, len(self.request.prompt_token_ids))
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -61,7 +78,11 @@ class Sample:
 
     @property
     def output_ids(self) -> list[int]:
-        return self.tokens[len(self.request.prompt_token_ids) :]
+        return self.output_since(0)
+
+    def output_since(self, start: int) -> list[int]:
+        """Output ids from the index `start` on."""
+        return self.tokens[len(self.request.prompt_token_ids) + start :]
 
     @property
     def is_finished(self) -> bool:
@@ -70,8 +91,17 @@ class Sample:
     def follow(self, trigger: RequestTrigger) -> None:
         self.state = follow(self.state, trigger)
 
-    def append(self, token_id: int, logprob: float, raw_logprob: float, version: int) -> None:
+    @property
+    def max_cached_tokens(self) -> int | None:
+        """How many leading tokens may have KV from the cache: none whose logits are wanted; None for no limit."""
+        return None if self.targets is None or self.targets.is_complete else self.targets.next_position
+
+    def append(
+        self, token_id: int, logprob: float, raw_logprob: float, version: int, top: Alternatives | None = None
+    ) -> None:
         """Add a sampled token and the policy version whose logits it was drawn from."""
+        if top is not None:
+            self.top_logprobs.append(top)
         self.tokens.append(token_id)
         self.logprobs.append(logprob)
         self.raw_logprobs.append(raw_logprob)
@@ -84,18 +114,34 @@ class Sample:
 
     def forget_kv(self) -> None:
         """The sample's pages were given up; its tokens stay, and their KV will be computed again."""
-        self.cache, self.num_computed = None, 0
+        self.cache, self.num_computed, self.num_given_up = None, 0, self.num_computed
         self.provenance.forget_context()
+
+    def restart_targets(self) -> bool:
+        """A new version is about to be committed: score from the beginning what is not complete; whether it was not."""
+        return self.targets is not None and self.targets.restart_unless_complete()
+
+    def check_stop(self) -> Finish | None:
+        """Whether the token added last ends the sample. To be asked once for each token."""
+        token_id, rule = self.tokens[-1], self.request.stop
+        finish = rule.check(token_id, self.num_output)
+        if self.stop_text is not None:
+            matched = self.stop_text.feed(token_id, may_match=self.num_output > rule.min_tokens)
+            if matched is not None and (finish is None or finish.stop_reason is None):
+                return Finish("stop", matched)
+        return finish
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         self.follow(RequestTrigger.FINISH)
         self.finish_reason, self.stop_reason = reason, stop_reason
+        if self.stop_text is not None:
+            self.stop_text.close()
 
-    def output(self, text: str | None) -> CompletionOutput:
+    def output(self, decode: Callable[[Sequence[int]], str] | None) -> CompletionOutput:
         return CompletionOutput(
             index=self.index,
             token_ids=tuple(self.output_ids),
-            text=text,
+            text=self._text(decode),
             logprobs=tuple(self.logprobs),
             raw_logprobs=tuple(self.raw_logprobs),
             finish_reason=self.finish_reason,
@@ -103,12 +149,22 @@ class Sample:
             version_spans=self.provenance.version_spans(),
             kv_spans=self.provenance.kv_spans(),
             seed=self.seed,
+            top_logprobs=None if self.request.params.logprobs is None else tuple(self.top_logprobs),
         )
+
+    def _text(self, decode: Callable[[Sequence[int]], str] | None) -> str | None:
+        if self.stop_text is not None:
+            return self.stop_text.text
+        return None if decode is None else decode(self.output_ids)
 
 
 @define(eq=False)
 class Request:
-    """One prompt and its samples. `on_progress` is called when tokens came or a sample ended; it must not raise."""
+    """One prompt and its samples.
+
+    `on_progress` is called when the request got its place in the queue, when tokens came or a sample ended; it must not
+    raise.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...] = field(repr=False)
@@ -118,8 +174,15 @@ class Request:
     priority: int = 0
     arrival: int = 0
     cache_salt: str | None = None
+    decoder: TextDecoder | None = field(default=None, repr=False)
+    """For `params.stop`, which needs one."""
+    token_mask: TokenMaskSource | None = field(default=None, repr=False)
+    is_scoring: bool = False
+    """Whether it ends with its only sample's targets, and samples nothing."""
     samples: list[Sample] = field(init=False, repr=False)
     num_cached_tokens: int = 0
+    is_queued: bool = False
+    """Whether it has a place in the queue, or had one: False while the queue is full and it stands in line."""
     is_started: bool = False
     """Whether its first sample has been admitted: from then on it belongs to the version it runs under."""
     are_siblings_placed: bool = False
@@ -128,7 +191,18 @@ class Request:
     on_progress: Callable[[], None] = field(default=lambda: None, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        self.samples = [Sample(self, index, self.seed, list(self.prompt_token_ids)) for index in range(self.params.n)]
+        self.samples = [self._new_sample(index) for index in range(self.params.n)]
+        if self.params.prompt_logprobs is not None:
+            plain = SamplingParams(logprobs=self.params.prompt_logprobs)
+            self.leader.targets = Targets(plain, 0, self.prompt_token_ids[1:])
+
+    def _new_sample(self, index: int) -> Sample:
+        sample = Sample(self, index, self.seed, list(self.prompt_token_ids))
+        if self.params.stop and self.decoder is not None:
+            sample.stop_text = StopText.of(self.decoder, self.params.stop)
+        if self.token_mask is not None:
+            sample.mask = self.token_mask.start()
+        return sample
 
     @property
     def is_finished(self) -> bool:
@@ -139,15 +213,21 @@ class Request:
         """The sample that computes the prompt for all."""
         return self.samples[0]
 
-    def output(self, decode: Callable[[list[int]], str] | None = None) -> RequestOutput:
+    def output(self, decode: Callable[[Sequence[int]], str] | None = None) -> RequestOutput:
         """The result so far; `decode` turns output ids into text where there is a tokenizer."""
         return RequestOutput(
             request_id=self.request_id,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=tuple(
-                sample.output(decode(sample.output_ids) if decode is not None else None) for sample in self.samples
-            ),
+            outputs=tuple(sample.output(decode) for sample in self.samples),
             finished=self.is_finished,
             num_cached_tokens=self.num_cached_tokens,
             num_preemptions=sum(sample.num_preemptions for sample in self.samples),
+            prompt_logprobs=self._prompt_logprobs(),
+            params=self.params,
         )
+
+    def _prompt_logprobs(self) -> tuple[Alternatives | None, ...] | None:
+        targets = self.leader.targets
+        if self.params.prompt_logprobs is None or targets is None or not targets.is_complete:
+            return None
+        return (None, *(result.top for result in targets.results))

@@ -25,6 +25,9 @@ __all__ = ["ModelRunner", "SharedModelRunner", "StepResult"]
 
 StepResult = list[Drawn | EngineError]
 
+MAX_LOGIT_ROWS = 256
+"""Rows of logits that are held at once; more are made in several turns."""
+
 
 @define(eq=False)
 class ModelRunner:
@@ -45,13 +48,20 @@ class ModelRunner:
         logit_rows: Sequence[int],
         draws: Sequence[Draw],
     ) -> StepResult:
-        """Copy pages, compute KV for every row of `inputs`, and draw tokens from the logits of `logit_rows`."""
+        """Copy pages, compute KV for every row of `inputs`, and draw tokens from the logits of `logit_rows`.
+
+        `draws` are in order of their rows."""
         self.storage.copy_pages(copies)
         hidden = self.decoder.forward(inputs, self.storage)  # [R, H]
         if not draws:
             return []
-        logits = self.decoder.logits(hidden[np.asarray(logit_rows)])  # [L, V]
-        return sample(logits, draws, self.eos_token_ids)
+        results: StepResult = []
+        for first in range(0, len(logit_rows), MAX_LOGIT_ROWS):
+            rows = np.asarray(logit_rows[first : first + MAX_LOGIT_ROWS])
+            logits = self.decoder.logits(hidden[rows])  # [L, V]
+            wanted = [draw for draw in draws if first <= draw.row < first + len(rows)]
+            results += sample(logits, wanted, self.eos_token_ids, first_row=first)
+        return results
 
     # ---- what an update asks (`policy.roles.WeightHolder`)
 

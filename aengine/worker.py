@@ -8,10 +8,11 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
 
 import anyio
-import anyio.from_thread
 import anyio.lowlevel
 import torch
 from attrs import Factory, define, frozen
+
+from aengine.loops import call_soon
 
 __all__ = ["Outcome", "Worker"]
 
@@ -40,7 +41,7 @@ class _Job:
             self.result = self.call()
         except BaseException as error:
             self.error = error
-        anyio.from_thread.run_sync(self.done.set, token=self.token)
+        call_soon(self.token, self.done.set)
 
 
 class Worker:

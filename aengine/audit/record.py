@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from attrs import asdict
 
+from aengine.model.checkpoint import Checkpoint
 from aengine.outputs import FinishReason, KVSpan, RequestOutput, VersionSpan
 from aengine.params import SamplingParams
 from aengine.policy.version import PolicyVersion
+from aengine.stats import EngineStats
 
 __all__ = [
     "FORMAT_VERSION",
@@ -29,6 +32,7 @@ __all__ = [
     "decode_record",
     "encode_record",
     "machine_facts",
+    "rollout_header",
     "sample_records",
 ]
 
@@ -99,6 +103,21 @@ def encode_record(record: Record) -> bytes:
 def decode_record(line: bytes) -> Record:
     """Raises `msgspec.MsgspecError` for anything that is not a record."""
     return _DECODER.decode(line)
+
+
+def rollout_header(
+    checkpoint: Checkpoint, policy: PolicyVersion, stats: EngineStats, params: SamplingParams
+) -> RolloutHeader:
+    """The header for samples of an engine on `checkpoint`, which has `policy` installed and tells `stats` of itself."""
+    return RolloutHeader(
+        model=checkpoint.name,
+        spec=asdict(checkpoint.spec),
+        policy=policy,
+        numerics=stats.numerics,
+        products=stats.products,
+        params=params,
+        machine=machine_facts(),
+    )
 
 
 def sample_records(

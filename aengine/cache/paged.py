@@ -44,7 +44,7 @@ class PagedStrategy(AllocationStrategy):
         return self.allocator.num_available
 
     @property
-    def num_indexed(self) -> int:  # type: ignore[override]
+    def num_indexed(self) -> int:
         return self.allocator.num_indexed
 
     def stats(self) -> PageStats:

@@ -125,10 +125,10 @@ class RadixCache:
         keys, identities = self._keys, self._identities
         if any(map(keys.__getitem__, pages)):
             raise PageAccountingError(f"one of pages {pages} is indexed already, as what follows another prefix")
-        first = self._num_published
-        self._num_published += len(pages)
-        names = [number.to_bytes(_IDENTITY.size, "little") for number in range(first, self._num_published)]
-        chunks = struct.unpack(f"{self._page_bytes}s" * len(pages), tokens)
+        first, count = self._num_published, len(pages)
+        self._num_published += count
+        names = struct.unpack(f"{_IDENTITY.size}s" * count, struct.pack(f"<{count}q", *range(first, first + count)))
+        chunks = struct.unpack(f"{self._page_bytes}s" * count, tokens)
         new_keys = list(map(add, (parent, *names), chunks))
         self._pages.update(zip(new_keys, pages, strict=True))
         for page, key, name in zip(pages, new_keys, names, strict=True):

@@ -26,7 +26,6 @@ class AllocationStrategy(ABC):
     name: ClassVar[str]
     can_fork: ClassVar[bool] = False
     prefix_caching = False
-    num_indexed = 0
 
     def __init__(self, num_pages: int, page_size: int, table: ReqToTokenPool) -> None:
         self.num_pages, self.page_size, self.table = num_pages, page_size, table
@@ -41,6 +40,11 @@ class AllocationStrategy(ABC):
         positions = np.arange(start, stop, dtype=np.int64)
         pages = np.asarray(state.pages, dtype=np.int64)[positions // self.page_size]
         return pages * self.page_size + positions % self.page_size
+
+    @property
+    def num_indexed(self) -> int:
+        """Pages that can be found by their prefix."""
+        return 0
 
     @property
     @abstractmethod

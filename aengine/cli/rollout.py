@@ -12,7 +12,7 @@ from attrs import asdict
 
 from aengine.cli.report import DebugOption, JsonOption, errors_in_one_sentence, new_console
 from aengine.cli.rollout_run import RolloutJob, run_rollout
-from aengine.errors import SamplingParamsError
+from aengine.errors import EngineError, SamplingParamsError
 from aengine.params import SamplingParams
 
 __all__ = ["rollout"]
@@ -54,4 +54,4 @@ def rollout(
         else:
             console.print(summary.sentence(out))
         if summary.failed:
-            raise typer.Exit(1)
+            raise EngineError(f"{len(summary.failed)} of the prompts failed; the first: {summary.failed[0]}")

@@ -8,17 +8,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import anyio
-from attrs import asdict, define, evolve, field, frozen
+from attrs import define, evolve, field, frozen
 from rich.console import Console
 
 from aengine import Engine, EngineConfig
-from aengine.audit.record import RolloutHeader, machine_facts, sample_records
+from aengine.audit.record import RolloutHeader, rollout_header, sample_records
 from aengine.audit.rollout_file import RolloutFile
 from aengine.cli.loading import load_model
 from aengine.cli.progress import RolloutProgress
 from aengine.cli.prompts import LineFault, PromptEntry, faults_error, read_prompts
 from aengine.errors import PromptError, PromptsFileError, RequestFailedError, TokenizerMissingError
-from aengine.model.checkpoint import Checkpoint
 from aengine.params import SamplingParams
 from aengine.sampling.random import derive_seed
 
@@ -75,7 +74,7 @@ async def run_rollout(job: RolloutJob, console: Console) -> RolloutSummary:
         async with Engine(checkpoint, config) as engine:
             prompts, faults = _checked(engine, source.entries, params)
             _refuse(job.prompts, faults, len(prompts), job, console)
-            out.begin(_header(engine, checkpoint, params))
+            out.begin(rollout_header(checkpoint, engine.installed_policy, engine.stats(), params))
             tasks, kept = _tasks(prompts, params, out)
             summary = RolloutSummary(kept=kept, skipped_lines=len(source.faults) + len(faults))
             width = config.max_num_seqs // params.n + 1  # one more than may run, so that the engine never waits for us
@@ -116,19 +115,6 @@ def _checked(
         except (PromptError, TokenizerMissingError) as error:
             faults.append(LineFault(entry.line, str(error)))
     return good, faults
-
-
-def _header(engine: Engine, checkpoint: Checkpoint, params: SamplingParams) -> RolloutHeader:
-    stats = engine.stats()
-    return RolloutHeader(
-        model=checkpoint.name,
-        spec=asdict(checkpoint.spec),
-        policy=engine.installed_policy,
-        numerics=stats.numerics,
-        products=stats.products,
-        params=params,
-        machine=machine_facts(),
-    )
 
 
 def _tasks(

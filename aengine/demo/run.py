@@ -11,10 +11,10 @@ from statistics import fmean
 import anyio
 import anyio.from_thread
 import anyio.to_thread
-from attrs import asdict, define, evolve, field, frozen
+from attrs import define, evolve, field, frozen
 
 from aengine import Engine, EngineConfig
-from aengine.audit.record import PolicyRecord, RolloutHeader, machine_facts, sample_records
+from aengine.audit.record import PolicyRecord, rollout_header, sample_records
 from aengine.audit.rollout_file import RolloutFile
 from aengine.demo.questions import Question, Questions, load_questions
 from aengine.demo.report import DemoReport, StepReport
@@ -65,7 +65,7 @@ async def run_demo(checkpoint: Checkpoint, settings: DemoSettings, out: RolloutF
     view.phase("building the trainer's copy and the engine")
     trainer = await anyio.to_thread.run_sync(Trainer.of, checkpoint, settings.learning_rate)
     async with Engine(checkpoint, EngineConfig()) as engine:
-        out.begin(_header(engine, checkpoint, settings.params))
+        out.begin(rollout_header(checkpoint, engine.installed_policy, engine.stats(), settings.params))
         run = _Run(engine, trainer, settings, out, view, load_questions())
         async with run.watching():
             before = await run.held_out("before")
@@ -84,19 +84,6 @@ async def run_demo(checkpoint: Checkpoint, settings: DemoSettings, out: RolloutF
     )
     view.end(report)
     return report
-
-
-def _header(engine: Engine, checkpoint: Checkpoint, params: SamplingParams) -> RolloutHeader:
-    stats = engine.stats()
-    return RolloutHeader(
-        model=checkpoint.name,
-        spec=asdict(checkpoint.spec),
-        policy=engine.installed_policy,
-        numerics=stats.numerics,
-        products=stats.products,
-        params=params,
-        machine=machine_facts(),
-    )
 
 
 @define(eq=False)

@@ -23,7 +23,6 @@ __all__ = ["FAST", "UNPACKED", "LinearChoice", "LinearShape", "Numerics", "probe
 CANDIDATES = ("onednn", "mkl", "tiles")
 UNPACKED = ("tiles",)
 """Candidates that read the weight itself, so that changes to it are seen."""
-MOST_ROWS = 256
 ROW_COUNTS = (1, 1, 1, 2, 3, 4, 5, 7, 8, 13, 16, 17, 32, 33, 64, 100, 129, 256)
 FEW_ROW_COUNTS = (1, 1, 2, 3, 8, 17, 64, 128)  # for large shapes, whose products take long
 LARGE_SHAPE = 2**23

@@ -139,6 +139,10 @@ class PolicyGate:
             self._fire(Trigger.CANCEL, reason)
         self.changed.set()
 
+    @property
+    def is_stopped(self) -> bool:
+        return self._stopped is not None
+
     def stop(self, error: EngineError) -> None:
         """The engine's loops have ended: whoever waits for a hold is told."""
         self._stopped = error

@@ -277,4 +277,7 @@ def _at_once() -> bool:
 
 
 def _reason(error: BaseException) -> str:
+    """In words for the ledger: the text of a cancellation names scopes and tasks, which say nothing to its readers."""
+    if not isinstance(error, Exception):
+        return "it was cancelled"
     return str(error) or type(error).__name__

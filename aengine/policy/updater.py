@@ -10,7 +10,7 @@ from typing import Literal
 import anyio.to_thread
 from attrs import frozen
 
-from aengine.errors import EngineError
+from aengine.errors import EngineDeadError, EngineError
 from aengine.policy.pending import PendingUpdate, WeightUpdateAck
 from aengine.policy.update import Transaction
 from aengine.signal import Signal
@@ -64,11 +64,13 @@ class WeightUpdater:
         """Run queued updates until cancelled."""
         while True:
             while self._queue:
-                self._current, begun = self._queue.popleft(), time.monotonic()
+                self._current = self._queue.popleft()
                 try:
                     await self._settle(self._current)
+                except Exception as cause:
+                    self._current.settle(error=_dead(cause))
+                    raise
                 finally:
-                    self._account_for(self._current, time.monotonic() - begun)
                     self._current = None
             await self._arrived.wait()
 
@@ -98,6 +100,7 @@ class WeightUpdater:
             self._account_for(update, 0.0)
 
     async def _settle(self, update: PendingUpdate) -> None:
+        begun = time.monotonic()
         with update.scope:
             try:
                 update.settle(ack=await self._transaction.run(update))
@@ -106,6 +109,8 @@ class WeightUpdater:
             except BaseException as error:
                 self._fail(update, error)
                 raise
+            finally:
+                self._account_for(update, time.monotonic() - begun)
         if update.late_cancellation is not None:
             raise update.late_cancellation
         # In another thread, since giving back gigabytes would hold up the loop.
@@ -146,3 +151,9 @@ class WeightUpdater:
             why,
             extra=extra,
         )
+
+
+def _dead(cause: Exception) -> EngineDeadError:
+    error = EngineDeadError(f"the updater loop died: {cause!r}; close the engine")
+    error.__cause__ = cause
+    return error

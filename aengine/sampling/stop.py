@@ -14,10 +14,11 @@ __all__ = ["Finish", "StopRule", "ending_token_ids"]
 
 @frozen
 class Finish:
-    """Why a sample ended. `stop_reason` is the token that ended it, an EOS included; None for the length."""
+    """Why a sample ended. `stop_reason` is the token that ended it, an EOS included, or the stop string; None for the
+    length. Tokens are looked at before text."""
 
     finish_reason: Literal["stop", "length"]
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
 
 
 def ending_token_ids(params: SamplingParams, eos_token_ids: Iterable[int]) -> frozenset[int]:

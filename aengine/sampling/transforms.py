@@ -1,9 +1,10 @@
 """What each sampling parameter does to the logits, in plain torch: the definition, and the oracle of the kernel.
 
-Order as in vLLM: ban on ending tokens, temperature, min-p, top-k, top-p; each works on what those before it left,
-renormalised. Tokens are ordered by falling logit and equal ones by rising id, so a cut through equal logits keeps the
-lowest ids, whatever else is in the batch. Logits are [L, V] float32, parameters one per row; a row's bits depend on
-that row alone. `log_softmax` of the result is the distribution that is sampled from.
+Order as in vLLM: token mask, allowed ids, ban on ending tokens, bias, penalties (repetition, frequency, presence),
+temperature, min-p, top-k, top-p; each works on what those before it left, renormalised. Tokens are ordered by falling
+logit and equal ones by rising id, so a cut through equal logits keeps the lowest ids, whatever else is in the batch.
+Logits are [L, V] float32, parameters one per row; a row's bits depend on that row alone. `log_softmax` of the result is
+the distribution that is sampled from.
 """
 
 from __future__ import annotations
@@ -16,24 +17,65 @@ from torch import Tensor
 from aengine.params import SamplingParams
 from aengine.sampling.stop import ending_token_ids
 
-__all__ = ["apply_min_p", "apply_temperature", "apply_top_k", "apply_top_p", "ban_tokens", "transform"]
+__all__ = [
+    "add_bias",
+    "allow_tokens",
+    "apply_frequency_penalty",
+    "apply_masks",
+    "apply_min_p",
+    "apply_presence_penalty",
+    "apply_repetition_penalty",
+    "apply_temperature",
+    "apply_top_k",
+    "apply_top_p",
+    "ban_tokens",
+    "transform",
+]
 
 BANNED = float("-inf")
 
 
 def transform(
-    logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], eos_token_ids: Collection[int] = ()
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    outputs: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int]] | None = None,
+    masks: Sequence[Tensor | None] | None = None,
+    eos_token_ids: Collection[int] = (),
 ) -> Tensor:
-    """All of it: row i as for the token at output position `positions[i]` under `params[i]`."""
+    """All of it: row i as for the token after `prompts[i]` and `outputs[i]`, where `masks[i]`, bool [V], is given."""
+    prompts = [()] * len(params) if prompts is None else prompts
     bans = [
-        ending_token_ids(one, eos_token_ids) if position < one.min_tokens else ()
-        for one, position in zip(params, positions, strict=True)
+        ending_token_ids(one, eos_token_ids) if len(output) < one.min_tokens else ()
+        for one, output in zip(params, outputs, strict=True)
     ]
+    logits = apply_masks(logits, [None] * len(params) if masks is None else masks)
+    logits = allow_tokens(logits, [one.allowed_token_ids for one in params])
     logits = ban_tokens(logits, bans)
-    logits = apply_temperature(logits, torch.tensor([one.temperature for one in params]))
-    logits = apply_min_p(logits, torch.tensor([one.min_p for one in params], dtype=torch.float64))
-    logits = apply_top_k(logits, torch.tensor([one.top_k for one in params]))
-    return apply_top_p(logits, torch.tensor([one.top_p for one in params], dtype=torch.float64))
+    logits = add_bias(logits, [one.logit_bias or () for one in params])
+    logits = apply_repetition_penalty(logits, _column(params, "repetition_penalty"), prompts, outputs)
+    logits = apply_frequency_penalty(logits, _column(params, "frequency_penalty"), outputs)
+    logits = apply_presence_penalty(logits, _column(params, "presence_penalty"), outputs)
+    logits = apply_temperature(logits, _column(params, "temperature"))
+    logits = apply_min_p(logits, _column(params, "min_p", torch.float64))
+    logits = apply_top_k(logits, _column(params, "top_k", torch.int64))
+    return apply_top_p(logits, _column(params, "top_p", torch.float64))
+
+
+def _column(params: Sequence[SamplingParams], name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.tensor([getattr(one, name) for one in params], dtype=dtype)
+
+
+def apply_masks(logits: Tensor, masks: Sequence[Tensor | None]) -> Tensor:
+    """Only tokens that are True in `masks[i]` can be sampled from row i; None allows all."""
+    allowed = [torch.ones(logits.shape[1], dtype=torch.bool) if mask is None else mask for mask in masks]
+    return logits.masked_fill(~torch.stack(allowed), BANNED)
+
+
+def allow_tokens(logits: Tensor, allowed: Sequence[Collection[int] | None]) -> Tensor:
+    """Only `allowed[i]` can be sampled from row i; None allows all."""
+    everything = range(logits.shape[1])
+    return ban_tokens(logits, [() if ids is None else set(everything) - set(ids) for ids in allowed])
 
 
 def ban_tokens(logits: Tensor, bans: Sequence[Collection[int]]) -> Tensor:
@@ -42,6 +84,39 @@ def ban_tokens(logits: Tensor, bans: Sequence[Collection[int]]) -> Tensor:
     for row, ban in zip(logits, bans, strict=True):
         row[[token for token in ban if token < logits.shape[1]]] = BANNED
     return logits
+
+
+def add_bias(logits: Tensor, bias: Sequence[Collection[tuple[int, float]]]) -> Tensor:
+    """Add to the logits of single tokens."""
+    added = torch.zeros_like(logits)
+    for row, pairs in zip(added, bias, strict=True):
+        for token, number in pairs:
+            row[token] = number
+    return logits + added
+
+
+def apply_repetition_penalty(
+    logits: Tensor, penalty: Tensor, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
+) -> Tensor:
+    """Divide positive logits of tokens in prompt or output, multiply negative ones (Keskar et al. 2019, CTRL)."""
+    seen = _counts(logits, [[*prompt, *output] for prompt, output in zip(prompts, outputs, strict=True)]) > 0
+    factor = torch.where(seen, penalty.unsqueeze(-1), 1.0)
+    return torch.where(logits > 0, logits / factor, logits * factor).clamp(max=torch.finfo(logits.dtype).max)
+
+
+def apply_frequency_penalty(logits: Tensor, penalty: Tensor, outputs: Sequence[Sequence[int]]) -> Tensor:
+    """Subtract for each time that a token is in the output."""
+    return logits - penalty.unsqueeze(-1) * _counts(logits, outputs)
+
+
+def apply_presence_penalty(logits: Tensor, penalty: Tensor, outputs: Sequence[Sequence[int]]) -> Tensor:
+    """Subtract where a token is in the output."""
+    return logits - penalty.unsqueeze(-1) * (_counts(logits, outputs) > 0)
+
+
+def _counts(logits: Tensor, sequences: Sequence[Sequence[int]]) -> Tensor:
+    ids = [torch.tensor(list(tokens), dtype=torch.int64) for tokens in sequences]
+    return torch.stack([torch.bincount(one, minlength=logits.shape[1]) for one in ids]).to(logits.dtype)
 
 
 def apply_temperature(logits: Tensor, temperature: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Public helpers for tests of programs that embed the engine: tiny models that load in no time."""
+"""Tiny models that load in no time."""
 
 from __future__ import annotations
 

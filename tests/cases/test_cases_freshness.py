@@ -9,9 +9,10 @@ import pytest
 import torch
 from case_support import GREEDY, PAGE, WEIGHTS, HookedRunner, assert_made_by, both_backends, new_engine, until_running
 
-from aengine import RequestOutput, SamplingParams, WeightUpdateError
+from aengine import RequestOutput, SamplingParams, WeightUpdateAck, WeightUpdateError
 from aengine.errors import StaleVersionError
 from aengine.outputs import KVSpan, VersionSpan
+from aengine.testing import FaultInjector
 from statemachines.policy import PolicyState
 
 
@@ -176,7 +177,11 @@ async def test_d3_version_arithmetic() -> None:
 async def test_d5_an_update_has_no_other_effect() -> None:
     params = SamplingParams(temperature=0, max_tokens=12)
     async with new_engine(max_num_seqs=4) as engine:
+        faults = FaultInjector()
+        faults.attach(engine)
+        hold = faults.hold("forward", at=2)
         outputs: list[RequestOutput] = []
+        acks: list[WeightUpdateAck] = []
 
         async def run(first: int) -> None:
             outputs.append(await engine.generate([first, 1, 2], params))
@@ -184,9 +189,16 @@ async def test_d5_an_update_has_no_other_effect() -> None:
         async with anyio.create_task_group() as tasks:
             for first in range(8):
                 tasks.start_soon(run, first)
-            while engine.stats().num_running < 4:
+            await until_running(engine, 4)
+
+            async def update() -> None:
+                acks.append(await engine.update_weights(WEIGHTS[1]))
+
+            tasks.start_soon(update)
+            while engine.state is not PolicyState.DRAINING:
                 await anyio.lowlevel.checkpoint()
-            ack = await engine.update_weights(WEIGHTS[1])
+            hold.release()
+        ack = acks[0]
     assert ack.requests_affected == 4
     by_version = {version: [o for o in outputs if o.outputs[0].min_policy_version == version] for version in (0, 1)}
     assert [len(group) for group in by_version.values()] == [4, 4]

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import gc
 import threading
+from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 import pytest
 import torch
 from case_support import (
     GREEDY,
     MODEL,
     WEIGHTS,
-    HookedRunner,
     assert_made_by,
     both_backends,
     new_engine,
-    raise_at,
     same_samples,
     solo,
     until_idle,
@@ -25,30 +25,87 @@ from case_support import (
 
 from aengine import Engine, EngineClosedError, EngineConfig, RequestOutput, SamplingParams
 from aengine.errors import QueueFullError, RequestFailedError, RequestIdInUseError
+from aengine.loops import call_soon
+from aengine.testing import FaultInjector
 from statemachines.policy import PolicyState
 
 
+@pytest.mark.parametrize("mode", ["wait", "abort", "keep"])
 @both_backends
-async def test_b1_an_update_with_a_full_queue_ends() -> None:
+async def test_b1_an_update_with_a_full_queue_ends(mode: str) -> None:
     params = SamplingParams(temperature=0, max_tokens=20)
     async with new_engine(max_num_seqs=3) as engine:
+        await engine.generate([1], SamplingParams(max_tokens=1))  # compiles the kernels
+        faults = FaultInjector()
+        faults.attach(engine)
+        hold = faults.hold("forward", at=2)
         outputs: list[RequestOutput] = []
 
         async def run(first: int) -> None:
             outputs.append(await engine.generate([first, 2, 3], params))
+
+        async def update() -> None:
+            ack = await engine.update_weights(WEIGHTS[1], mode=mode)  # type: ignore[arg-type]
+            assert ack.requests_affected == 3
 
         with anyio.fail_after(5):
             async with anyio.create_task_group() as tasks:
                 for first in range(8):
                     tasks.start_soon(run, first)
                 await until_running(engine, 3)
-                ack = await engine.update_weights(WEIGHTS[1])
-                assert ack.requests_affected == 3
-    assert sorted(output.outputs[0].min_policy_version or 0 for output in outputs) == [0] * 3 + [1] * 5
-    for output in outputs:
-        version = output.outputs[0].min_policy_version
-        assert version is not None
-        assert_made_by(output, weights=version, version=version)
+                tasks.start_soon(update)
+                while engine.state is not PolicyState.DRAINING:
+                    await anyio.lowlevel.checkpoint()
+                hold.release()
+    started, waited = [o for o in outputs if 0 in versions(o)], [o for o in outputs if 0 not in versions(o)]
+    assert (len(started), len(waited)) == (3, 5)
+    for output in waited:
+        assert output.outputs[0].finish_reason == "length"
+        assert_made_by(output, weights=1, version=1)
+    for output in started:
+        assert output.outputs[0].finish_reason == ("abort" if mode == "abort" else "length")
+        assert versions(output) == ({0, 1} if mode == "keep" else {0})
+
+
+def versions(output: RequestOutput) -> set[int]:
+    return set(output.outputs[0].token_versions)
+
+
+@both_backends
+async def test_b3_requests_submitted_during_the_swap_itself_are_held_for_the_new_version(tmp_path: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=5)
+    async with new_engine(ledger=tmp_path / "ledger") as engine:
+        faults = FaultInjector()
+        faults.attach(engine)
+        step, swap = faults.hold("forward", at=2), faults.hold("ledger sync", at=1)
+        outputs: dict[int, RequestOutput] = {}
+
+        async def run(number: int) -> None:
+            outputs[number] = await engine.generate([number, 2, 3], params)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run, 0)
+            while not step.reached.is_set():
+                await anyio.lowlevel.checkpoint()
+            tasks.start_soon(engine.update_weights, WEIGHTS[1])
+            while engine.state is not PolicyState.DRAINING:
+                await anyio.lowlevel.checkpoint()
+            for number in (1, 2, 3):
+                tasks.start_soon(run, number)
+            await anyio.wait_all_tasks_blocked()
+            step.release()
+            while not swap.reached.is_set():
+                await anyio.lowlevel.checkpoint()
+            assert engine.state is PolicyState.SWAPPING and set(outputs) == {0}
+            for number in (4, 5, 6):
+                tasks.start_soon(run, number)
+            await anyio.wait_all_tasks_blocked()
+            assert (engine.stats().num_waiting, engine.stats().num_running) == (6, 0)
+            swap.release()
+        assert_made_by(outputs.pop(0), weights=0, version=0)
+        for output in outputs.values():
+            assert_made_by(output, weights=1, version=1)
+        assert len(outputs) == 6
 
 
 @both_backends
@@ -103,6 +160,66 @@ async def test_f1_an_abort_hands_back_what_exists() -> None:
 
 
 @both_backends
+async def test_f1_an_abort_hands_back_what_a_preempted_request_has() -> None:
+    params = SamplingParams(temperature=0, max_tokens=24)
+    async with new_engine(num_pages=8, prefix_caching=False) as engine:
+        outputs: dict[str, RequestOutput] = {}
+
+        async def run(request_id: str, first: int) -> None:
+            outputs[request_id] = await engine.generate([first, 1, 2, 3], params, request_id=request_id)
+
+        def abort_what_was_preempted(_: int) -> None:
+            if engine.stats().num_preemptions:
+                call_soon(token, lambda: engine._opened().scheduler.abort("late"))
+
+        token = anyio.lowlevel.current_token()
+        faults = FaultInjector()
+        faults.attach(engine)
+        faults.call("forward", abort_what_was_preempted)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run, "early", 4)
+            await until_running(engine)
+            tasks.start_soon(run, "late", 5)
+        late = outputs["late"].outputs[0]
+        assert (late.finish_reason, outputs["late"].num_preemptions) == ("abort", 1)
+        assert 0 < len(late.token_ids) == len(late.logprobs) == len(late.token_versions) < 24
+        assert_made_by(outputs["late"], weights=0, version=0)
+        assert outputs["early"].outputs[0].finish_reason == "length"
+        await until_idle(engine)
+
+
+@both_backends
+async def test_f3_an_abort_in_the_step_of_the_last_token_gives_one_outcome() -> None:
+    async with new_engine() as engine:
+        faults = FaultInjector()
+        faults.attach(engine)
+        hold = faults.hold("forward", at=8)
+        async with engine.stream([1, 2], GREEDY, request_id="a") as stream:
+            while not hold.reached.is_set():
+                await anyio.lowlevel.checkpoint()
+            await engine.abort("a")
+            await engine.abort("a")
+            before = engine.stats().num_sampled_tokens
+            again = engine.stream([1, 2], GREEDY, request_id="a")
+            async with again:  # the id is free although the step is still under way
+                hold.release()
+                aborted, whole = await stream.output(), await again.output()
+        assert (aborted.outputs[0].finish_reason, len(aborted.outputs[0].token_ids)) == ("abort", 7)
+        assert (whole.outputs[0].finish_reason, len(whole.outputs[0].token_ids)) == ("length", 8)
+        assert engine.stats().num_sampled_tokens == before + 8
+        assert [delta.finish_reason async for delta in stream][-1] == "abort"
+        await until_idle(engine)
+
+
+@both_backends
+async def test_f3_aborting_everything_in_an_empty_engine_does_nothing() -> None:
+    async with new_engine() as engine:
+        await engine.pause_generation("abort")
+        await engine.resume_generation()
+        assert len((await engine.generate([1, 2], GREEDY)).outputs[0].token_ids) == 8
+
+
+@both_backends
 async def test_f3_late_repeated_and_unknown_aborts_do_nothing() -> None:
     async with new_engine() as engine:
         await engine.abort("unknown")
@@ -127,7 +244,7 @@ async def test_a_request_id_is_refused_while_it_is_alive() -> None:
 @both_backends
 async def test_a_full_queue_refuses_and_loses_nothing() -> None:
     params = SamplingParams(max_tokens=30, seed=0)
-    async with new_engine(max_num_seqs=1, max_num_queued_reqs=2) as engine:
+    async with new_engine(max_num_seqs=1, max_num_queued_reqs=2, when_queue_full="raise") as engine:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(engine.generate, [1], params)
             await until_running(engine)
@@ -144,6 +261,8 @@ async def test_a_full_queue_refuses_and_loses_nothing() -> None:
 async def test_m1_a_caller_that_goes_away_frees_its_pages(when: str) -> None:
     params = SamplingParams(max_tokens=400, n=4, seed=0)
     async with new_engine(num_pages=128, max_num_seqs=4, max_num_batched_tokens=4) as engine:
+        faults = FaultInjector()
+        faults.attach(engine)
         async with anyio.create_task_group() as tasks:
             if when == "waiting":
                 tasks.start_soon(engine.generate, [9, 9], SamplingParams(max_tokens=400, n=4, seed=0))
@@ -152,7 +271,11 @@ async def test_m1_a_caller_that_goes_away_frees_its_pages(when: str) -> None:
             wanted = {"waiting": 4, "prefill": 1, "decoding": 4}[when]
             await until_running(engine, wanted)
             tasks.cancel_scope.cancel()
+        steps = faults.counts["forward"]
         await until_idle(engine)
+        assert faults.counts["forward"] - steps <= 2
+        if when == "waiting":
+            assert engine.stats().prefix.query_tokens == 2, "the one that waited was never looked at"
         assert same_samples(await engine.generate([1, 2], GREEDY), await solo([1, 2], GREEDY))
 
 
@@ -248,7 +371,9 @@ async def test_m7_an_exception_in_the_body_comes_out_as_it_is() -> None:
 async def test_n1_an_error_in_a_step_fails_that_batch_alone() -> None:
     params = SamplingParams(temperature=0, max_tokens=6)
     async with new_engine(max_num_seqs=3) as engine:
-        HookedRunner(engine, raise_at(3, MemoryError("injected")))
+        faults = FaultInjector()
+        faults.attach(engine)
+        faults.fail("forward", at=3, error=MemoryError("injected"))
         with pytest.raises(RequestFailedError) as failed:
             await engine.generate_batch([[first, 2, 3] for first in range(5)], params)
         assert isinstance(failed.value.__cause__, MemoryError)
@@ -259,6 +384,27 @@ async def test_n1_an_error_in_a_step_fails_that_batch_alone() -> None:
         await until_idle(engine)
         await engine.update_weights(WEIGHTS[1])
         assert_made_by(await engine.generate([1, 2], GREEDY), weights=1, version=1)
+
+
+@both_backends
+async def test_n1_an_error_in_a_step_with_a_prefill_leaves_nothing_to_match() -> None:
+    params = SamplingParams(temperature=0, max_tokens=12)
+    long = list(range(30, 54))
+    async with new_engine(max_num_seqs=3, max_num_batched_tokens=8) as engine:
+        faults = FaultInjector()
+        faults.attach(engine)
+        faults.fail("forward", at=4, error=MemoryError("injected"))
+        with pytest.raises(RequestFailedError) as failed:
+            await engine.generate_batch([[1, 2, 3], [4, 5, 6], long, [7, 8], [9, 10]], params)
+        reasons = [output.outputs[0].finish_reason for output in failed.value.outputs]
+        assert reasons == ["error"] * 3 + ["length"] * 2
+        counts = [len(output.outputs[0].token_ids) for output in failed.value.outputs]
+        assert counts[2] == 0 < counts[0] < 12, "one was in prefill, two were decoding"
+        await until_idle(engine)
+        again = await engine.generate(long, params)
+        assert again.num_cached_tokens < len(long) - 8, "no more than the steps that ended well computed"
+        assert_made_by(again, weights=0, version=0)
+        assert (await engine.update_weights(WEIGHTS[1])).policy_version == 1
 
 
 @both_backends
@@ -281,6 +427,20 @@ async def test_p3_grad_mode_and_thread_count_of_the_caller_are_left_alone() -> N
         assert weight.grad is not None and weight.grad.tolist() == [10.0] * 3
         assert not any(layer.requires_grad for layer in engine._opened().runner.storage.layers)
         assert torch.get_num_threads() == threads
+
+
+@both_backends
+async def test_p3_nothing_that_comes_out_keeps_a_graph_or_grows_over_200_requests() -> None:
+    async with new_engine(num_pages=16, check_integrity=False) as engine:
+        prompts = [[at % 60, at // 60, 3] for at in range(100)]
+        sizes = []
+        for _ in range(3):
+            await engine.generate_batch(prompts, SamplingParams(max_tokens=1, seed=0))
+            gc.collect()
+            tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
+            sizes.append(len(tensors))
+            assert not any(tensor.requires_grad for tensor in tensors)
+        assert sizes[2] <= sizes[1]
 
 
 @both_backends

@@ -10,17 +10,16 @@ from case_support import (
     GREEDY,
     PAGE,
     WEIGHTS,
-    HookedRunner,
     assert_made_by,
     both_backends,
     new_engine,
-    raise_at,
     same_samples,
     solo,
 )
 
 from aengine import Engine, PromptError, RequestOutput, SamplingParams
 from aengine.errors import RequestFailedError
+from aengine.testing import FaultInjector
 
 
 def assert_idle(engine: Engine) -> None:
@@ -33,7 +32,9 @@ def assert_idle(engine: Engine) -> None:
 async def test_f4_a_failed_prefill_leaves_nothing_to_match() -> None:
     prompt = list(range(1, 5 * PAGE + 1))
     async with new_engine(max_num_batched_tokens=PAGE) as engine:
-        HookedRunner(engine, raise_at(3, RuntimeError("injected")))
+        faults = FaultInjector()
+        faults.attach(engine)
+        faults.fail("forward", at=3)
         with pytest.raises(RequestFailedError, match="injected"):
             await engine.generate(prompt, GREEDY)
         assert_idle(engine)
@@ -51,7 +52,9 @@ async def test_f4_an_aborted_prefill_publishes_no_more_than_it_computed() -> Non
             if call == 3:
                 anyio.from_thread.run_sync(engine._opened().scheduler.abort, "it", token=engine._token)
 
-        HookedRunner(engine, abort_in_third_step)
+        faults = FaultInjector()
+        faults.attach(engine)
+        faults.call("forward", abort_in_third_step)
         aborted = await engine.generate(prompt, GREEDY, request_id="it")
         assert (aborted.outputs[0].finish_reason, aborted.outputs[0].token_ids) == ("abort", ())
         again = await engine.generate(prompt, GREEDY)

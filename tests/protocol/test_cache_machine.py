@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cache_model import Content, Lease, Model, OutOfModelPages, Page, Task
+from cache_model import Lease, Model, OutOfModelPages, Page, Slots, Task, after_copies
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
@@ -30,7 +30,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache = TaskCacheManager(
             num_pages=NUM_PAGES, page_size=self.page_size, max_num_seqs=MAX_SEQS, max_model_len=5 * self.page_size
         )
-        self.slots: dict[tuple[int, int], Content] = {}
+        self.slots: Slots = {}
         self.copies: list[tuple[int, int]] = []
         self.ended: list[TaskCacheState] = []
         self.prompts: list[list[int]] = [[0]]
@@ -187,14 +187,8 @@ class CacheMachine(RuleBasedStateMachine):
             if page.number < 0:
                 page.number = number
 
-    def _after_copies(self) -> dict[tuple[int, int], Content]:
-        slots = dict(self.slots)
-        for source, target in self.copies:
-            slots.update({(target, at): slots[source, at] for at in range(self.page_size) if (source, at) in slots})
-        return slots
-
     def _forward(self, task: Task, computed: int) -> None:
-        self.slots = self._after_copies()
+        self.slots = after_copies(self.slots, self.copies, self.page_size)
         self.copies.clear()
         slots = self.cache.slot_indices(task.state, task.computed, computed).tolist()
         for at, slot in enumerate(slots, task.computed):
@@ -238,7 +232,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_task_reads_what_was_computed_for_its_own_tokens(self) -> None:
-        made = self._after_copies()
+        made = after_copies(self.slots, self.copies, self.page_size)
         for task in self.model.tasks:
             slots = self.cache.slot_indices(task.state, 0, task.computed).tolist()
             assert [made[divmod(slot, self.page_size)] for slot in slots] == task.contents

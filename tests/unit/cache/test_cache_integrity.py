@@ -7,9 +7,11 @@ from collections.abc import Callable
 import pytest
 from cache_support import Lease
 
+from aengine.cache.integrity import check_totals
 from aengine.cache.manager import TaskCacheManager
 from aengine.cache.paged import PagedStrategy
-from aengine.cache.state import TaskCacheState
+from aengine.cache.pool import ReqToTokenPool
+from aengine.cache.state import PageStats, TaskCacheState
 from aengine.errors import PageAccountingError
 
 Damage = Callable[[TaskCacheManager, PagedStrategy, TaskCacheState], object]
@@ -26,6 +28,18 @@ def swap_order(cache: TaskCacheManager, paged: PagedStrategy, state: TaskCacheSt
     order[-2:] = order[:-3:-1]
     for before, after in zip([end, *order], [*order, end], strict=True):
         pages._next[before], pages._prev[after] = after, before
+
+
+def swap_pages(cache: TaskCacheManager, paged: PagedStrategy, state: TaskCacheState) -> None:
+    state.pages[:2] = state.pages[1::-1]
+    cache._table.write(state.row, 0, state.pages)
+
+
+def drop_parent(cache: TaskCacheManager, paged: PagedStrategy, state: TaskCacheState) -> None:
+    """Let the task forget its first page, properly released."""
+    paged.allocator.release([state.pages[0]])
+    state.pages, state.length, state.num_published = state.pages[1:], 6, 0
+    cache._table.write(state.row, 0, state.pages)
 
 
 DAMAGES: dict[str, Damage] = {
@@ -45,8 +59,9 @@ DAMAGES: dict[str, Damage] = {
     "a free page with an entry": lambda cache, paged, state: paged.radix.publish(b"root", [7], bytes(16)),
     "a reusable page that is not indexed": lambda cache, paged, state: paged.allocator._tags.__setitem__(3, -1),
     "a task that holds a page it has no reference on": lambda cache, paged, state: state.pages.append(6),
-    "a task that holds an indexed page behind another": lambda cache, paged, state: state.pages.reverse(),
+    "a task that holds an indexed page behind another": swap_pages,
     "a task that published less than it says": lambda cache, paged, state: setattr(state, "num_published", 3),
+    "a task that holds a page without the one before it": drop_parent,
     "a task with too many slots": lambda cache, paged, state: setattr(state, "length", 30),
     "a row that is not the task's pages": lambda cache, paged, state: cache._table.write(state.row, 0, [5]),
     "a row without a task": lambda cache, paged, state: cache._table.take(),
@@ -70,3 +85,25 @@ def test_damage_is_found(lease: Lease, damage: Damage) -> None:
     damage(cache, paged, held)
     with pytest.raises(PageAccountingError):
         cache.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda slots, state: slots.clear(), id="a slot that is not taken"),
+        pytest.param(lambda slots, state: slots.add(1), id="a slot without a task"),
+        pytest.param(lambda slots, state: setattr(state, "pages", [0, 1]), id="pages of another slot"),
+    ],
+)
+def test_damage_of_the_contiguous_strategy_is_found(lease: Lease, damage: Callable[..., object]) -> None:
+    cache = TaskCacheManager(num_pages=8, page_size=4, max_num_seqs=4, max_model_len=16, cache="contiguous")
+    state = cache.alloc(lease, "held", [1])
+    cache.check_integrity()
+    damage(cache._strategy._taken, state)  # type: ignore[attr-defined]
+    with pytest.raises(PageAccountingError):
+        cache.check_integrity()
+
+
+def test_pages_that_do_not_add_up_are_found() -> None:
+    with pytest.raises(PageAccountingError, match="live \\+ cached \\+ free"):
+        check_totals(PageStats(total=4, live=1, cached=1, free=1), ReqToTokenPool(1, 1), [])

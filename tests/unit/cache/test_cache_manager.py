@@ -217,6 +217,18 @@ def test_requests_share_only_under_the_same_salt(new_cache: NewCache, run_task: 
     assert [run_task(cache, tokens, salt) for salt in (None, "a", "b", "a", None, "")] == [0, 0, 0, 4, 4, 0]
 
 
+@pytest.mark.parametrize(("limit", "cached"), [(0, 0), (3, 0), (4, 4), (7, 4), (8, 8), (99, 8), (None, 8)])
+def test_a_request_can_ask_for_more_of_its_prompt_to_be_computed(
+    new_cache: NewCache, run_task: RunTask, lease: Lease, limit: int | None, cached: int
+) -> None:
+    cache, tokens = new_cache(), list(range(11))
+    run_task(cache, tokens)
+    state = cache.alloc(lease, "task", tokens, max_cached_tokens=limit)
+    assert state.num_cached_tokens == cached
+    cache.publish(lease, state, tokens, 11)
+    assert cache.stats().num_indexed == 2, "what it computed again is the same page"
+
+
 def test_only_first_admissions_count_as_queries(new_cache: NewCache, lease: Lease) -> None:
     cache, tokens = new_cache(), list(range(9))
     for _ in range(2):

@@ -183,6 +183,7 @@ def test_an_operation_costs_the_same_in_any_pool() -> None:
 
         return [measured(act) for act in acts], memory
 
-    small, large = cost(100), cost(20_000)
+    cost(100)  # whoever watches, such as a measurement of coverage, has allocated what it needs after this
+    small, large = cost(100), cost(50_000)
     assert small[0] == large[0]
-    assert max(small[1], large[1]) < 2_000, "no list or number as long as the pool is made on the way"
+    assert large[1] < small[1] + 2_000, "no list or number as long as the pool is made on the way"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 import typer
 from cli_support import invoke
+from rich.console import Console
 
+from aengine.cli import loading, models
+from aengine.cli.progress import RolloutProgress
 from aengine.cli.report import errors_in_one_sentence
 from aengine.errors import EngineError
+from aengine.model.known import Progress
 from statemachines.render import policy_diagram, report, request_diagram
 
 
@@ -73,3 +78,53 @@ def test_ctrl_c_has_status_130(debug: bool, capsys: pytest.CaptureFixture[str]) 
         raise KeyboardInterrupt
     assert exit_.value.exit_code == 130
     assert "interrupted" in capsys.readouterr().err
+
+
+def test_models_get_shows_how_far_it_is_and_prints_the_path(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fetch(name: str, *, progress: Progress) -> Path:
+        progress("download", 1_000_000, 2_000_000)
+        progress("unpack", 3_000_000, 3_000_000)
+        return tmp_path / f"{name}.gguf"
+
+    monkeypatch.setattr(models, "get_model", fetch)
+    text = io.StringIO()
+    assert models.fetch_model("small", Console(file=text, force_terminal=True, width=100)) == tmp_path / "small.gguf"
+    assert "small: download" in text.getvalue()
+    assert "1.0/2.0 MB" in text.getvalue()
+    assert invoke("models", "get", "small").stdout == f"{tmp_path / 'small.gguf'}\n"
+    assert json.loads(invoke("models", "get", "small", "--json").stdout) == {
+        "name": "small",
+        "path": str(tmp_path / "small.gguf"),
+    }
+
+
+def test_loading_a_known_model_fetches_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched: list[str] = []
+    monkeypatch.setattr(loading, "fetch_model", lambda name, console: fetched.append(name))
+    monkeypatch.setattr(loading, "load_checkpoint", lambda source: source)
+    console = Console(file=io.StringIO())
+    assert [loading.load_model(name, console) for name in ("smollm2-135m", "elsewhere")] == [
+        "smollm2-135m",
+        "elsewhere",
+    ]
+    assert fetched == ["smollm2-135m"]
+
+
+def test_the_progress_of_a_rollout_shows_samples_and_speed_and_clears_itself() -> None:
+    text = io.StringIO()
+    with RolloutProgress(Console(file=text, force_terminal=True, width=120), total=8) as progress:
+        progress.show(3, 120, 16)
+        progress._bar.refresh()
+    shown = text.getvalue()
+    assert "3/8" in shown
+    assert "16 cached" in shown
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
+
+
+def test_the_progress_of_a_rollout_prints_nothing_where_there_is_no_terminal() -> None:
+    text = io.StringIO()
+    with RolloutProgress(Console(file=text), total=8) as progress:
+        progress.show(8, 100, 0)
+    assert text.getvalue() == ""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -25,7 +26,7 @@ from talking_support import talking_checkpoint
 
 from aengine import Engine, SamplingParams, load_checkpoint
 from aengine.audit.rollout_file import RolloutFile
-from aengine.errors import PromptsFileError
+from aengine.errors import PromptsFileError, RequestFailedError
 from aengine.testing import tiny_checkpoint
 
 
@@ -203,6 +204,23 @@ def test_a_missing_model_or_prompts_file_is_one_sentence(model: Path, prompts: P
         assert result.stderr.startswith("error: ")
         assert len(result.stderr.splitlines()) == 1
         assert not out.exists()
+
+
+def test_a_prompt_that_fails_does_not_stop_the_others(
+    model: Path, prompts: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = Engine.generate
+
+    async def failing(self: Engine, prompt: Any, params: Any, **options: Any) -> Any:
+        if options["request_id"] == "p2":
+            raise RequestFailedError("p2", "its numbers are not finite")
+        return await generate(self, prompt, params, **options)
+
+    monkeypatch.setattr(Engine, "generate", failing)
+    result = rollout(model, prompts, out)
+    assert result.exit_code == 1
+    assert "1 of the prompts failed; the first: request 'p2' failed: its numbers are not finite" in result.stderr
+    assert [sample.prompt_id for sample in in_order(samples_of(out))] == ["p1", "p3", "p4", "p5"]
 
 
 def test_debug_lets_the_error_through(model: Path, tmp_path: Path, out: Path) -> None:

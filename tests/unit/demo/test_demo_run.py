@@ -161,6 +161,25 @@ def test_the_command_does_not_write_into_an_older_run(model: Path, path: Path) -
     assert "has something in it" in result.stderr
 
 
+def test_without_a_path_the_rollouts_get_a_new_file_in_runs(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["demo", "--model", str(model), "--steps", "1"])
+    assert result.exit_code == 0, result.output
+    (written,) = (tmp_path / "runs").iterdir()
+    assert sum(isinstance(record, SampleRecord) for record in read_rollouts(written)) == 88
+
+
+def test_without_transformers_the_command_says_which_extra_it_needs(
+    model: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo_command, "find_spec", lambda name: None)
+    result = invoke(model, path)
+    assert result.exit_code == 1
+    assert "extra 'demo'" in result.stderr
+
+
 def test_ctrl_c_keeps_the_finished_steps(model: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupting(Seen):
         def step(self, report: StepReport) -> None:

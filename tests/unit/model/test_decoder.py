@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -90,6 +94,19 @@ def test_one_thread_and_two_give_the_same_bits(decoder: Decoder, monkeypatch: py
         results.append(Session(decoder).feed((0, IDS), (1, IDS[:7])))
     torch.set_num_threads(before)
     assert torch.equal(*results)
+
+
+def test_fresh_processes_with_one_thread_and_two_give_the_same_bits(decoder: Decoder) -> None:
+    program = """
+        import sys, torch
+        torch.set_num_threads(int(sys.argv[1]))
+        from decoder_support import Session, make_decoder, make_spec, random_ids
+        print(Session(make_decoder(make_spec())).feed((0, random_ids(45))).numpy().tobytes().hex())
+    """
+    expected = Session(decoder).feed((0, IDS)).numpy().tobytes().hex()
+    for num_threads in ("1", "2"):
+        command = [sys.executable, "-W", "error", "-c", textwrap.dedent(program), num_threads]
+        assert subprocess.check_output(command, cwd=Path(__file__).parent, text=True).strip() == expected
 
 
 def test_decoders_in_two_threads_do_not_disturb_each_other(decoder: Decoder) -> None:

@@ -66,7 +66,7 @@ def close(actual: Tensor, expected: Tensor) -> None:
 def test_both_distributions_are_those_of_the_definition(size: int, params: SamplingParams) -> None:
     logits = random_logits(1, size, seed=size)
     logprobs, raw_logprobs = reported(logits, params)
-    close(logprobs, transform(logits, [params], [0]).double().log_softmax(-1)[0])
+    close(logprobs, transform(logits, [params], [()]).double().log_softmax(-1)[0])
     close(raw_logprobs, logits.double().log_softmax(-1)[0])
 
 
@@ -85,7 +85,7 @@ def test_the_same_tokens_are_kept_as_by_the_definition_ties_included(
         min_tokens = 0  # a ban on the only token has its own test
     params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature, min_tokens=min_tokens)
     row = torch.tensor([logits])
-    expected = transform(row, [params], [0], eos_token_ids=(0,)).double().log_softmax(-1)[0]
+    expected = transform(row, [params], [()], eos_token_ids=(0,)).double().log_softmax(-1)[0]
     logprobs, _ = reported(row, params)
     assert torch.equal(logprobs.isinf(), expected.isinf())
     close(logprobs, expected)

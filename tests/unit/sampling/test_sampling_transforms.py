@@ -48,15 +48,15 @@ def by_transformers(logits: Tensor, params: SamplingParams) -> Tensor:
 @pytest.mark.parametrize("params", SETTINGS)
 def test_transforms_agree_with_transformers(params: SamplingParams) -> None:
     logits = random_logits()
-    ours = transform(logits, [params] * len(logits), [0] * len(logits))
+    ours = transform(logits, [params] * len(logits), [()] * len(logits))
     torch.testing.assert_close(ours, by_transformers(logits, params))
 
 
 def test_rows_with_different_parameters_share_a_batch_and_keep_their_bits() -> None:
     logits = random_logits(len(SETTINGS))
-    together = transform(logits, SETTINGS, [0] * len(SETTINGS))
+    together = transform(logits, SETTINGS, [()] * len(SETTINGS))
     for row, params in enumerate(SETTINGS):
-        alone = transform(logits[row : row + 1], [params], [0])
+        alone = transform(logits[row : row + 1], [params], [()])
         assert torch.equal(together[row], alone[0])
 
 
@@ -82,18 +82,18 @@ def test_min_p_of_one_keeps_all_of_the_likeliest() -> None:
 
 def test_defaults_change_nothing() -> None:
     logits = random_logits()
-    assert torch.equal(transform(logits, [SamplingParams()] * len(logits), [0] * len(logits)), logits)
+    assert torch.equal(transform(logits, [SamplingParams()] * len(logits), [()] * len(logits)), logits)
 
 
 def test_ending_tokens_are_banned_until_min_tokens_have_been_sampled() -> None:
     params = SamplingParams(min_tokens=2, stop_token_ids=(3,))
-    kept = transform(torch.zeros(3, 5), [params] * 3, [0, 1, 2], eos_token_ids=(0,))
+    kept = transform(torch.zeros(3, 5), [params] * 3, [(), (4,), (4, 4)], eos_token_ids=(0,))
     assert kept.tolist() == [[BANNED, 0.0, 0.0, BANNED, 0.0]] * 2 + [[0.0] * 5]
 
 
 def test_ignored_eos_is_not_banned() -> None:
     params = SamplingParams(min_tokens=2, ignore_eos=True)
-    assert transform(torch.zeros(1, 3), [params], [0], eos_token_ids=(0,)).tolist() == [[0.0] * 3]
+    assert transform(torch.zeros(1, 3), [params], [()], eos_token_ids=(0,)).tolist() == [[0.0] * 3]
 
 
 def test_banning_copies_and_ignores_ids_outside_the_vocabulary() -> None:

@@ -1,0 +1,59 @@
+"""Going on with aborted samples as if nothing had happened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+
+from aengine.errors import PromptError
+from aengine.outputs import CompletionOutput, RequestOutput
+from aengine.params import SamplingParams
+from aengine.provenance import Provenance
+from aengine.request import Request, Sample
+
+__all__ = ["aborted", "params_of", "resume_sample", "resumed_output"]
+
+
+def aborted(output: RequestOutput) -> list[CompletionOutput]:
+    """The samples that there is something to go on with."""
+    return [sample for sample in output.outputs if sample.finish_reason == "abort"]
+
+
+def params_of(output: RequestOutput, params: SamplingParams | None) -> SamplingParams:
+    """The parameters of one sample of `output`; raises `PromptError` where it does not hold them."""
+    params = output.params if params is None else params
+    if params is None:
+        raise PromptError(f"output {output.request_id!r} does not hold its sampling parameters; give them as `params`")
+    return attrs.evolve(params, n=1, prompt_logprobs=None)
+
+
+def resume_sample(request: Request, done: CompletionOutput) -> None:
+    """Put what a sample had into the only sample of a new request, which will draw the tokens after it."""
+    sample = Sample(
+        request,
+        done.index,
+        done.seed,
+        [*request.prompt_token_ids, *done.token_ids],
+        logprobs=list(done.logprobs),
+        raw_logprobs=list(done.raw_logprobs),
+        top_logprobs=list(done.top_logprobs or ()),
+        mask=request.leader.mask,
+        stop_text=request.leader.stop_text,
+        provenance=Provenance.continued(done.version_spans, done.kv_spans),
+    )
+    if sample.stop_text is not None:
+        for token in done.token_ids:
+            sample.stop_text.feed(token, may_match=False)
+    request.samples = [sample]
+
+
+def resumed_output(output: RequestOutput, continued: Sequence[RequestOutput]) -> RequestOutput:
+    """`output` with its aborted samples replaced by what became of them."""
+    samples = {sample.index: sample for one in continued for sample in one.outputs}
+    return attrs.evolve(
+        output,
+        outputs=tuple(samples.get(sample.index, sample) for sample in output.outputs),
+        finished=all(one.finished for one in continued),
+        num_preemptions=output.num_preemptions + sum(one.num_preemptions for one in continued),
+    )
