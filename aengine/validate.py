@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 
-__all__ = ["as_integer", "as_number"]
+__all__ = ["as_integer", "as_number", "refuse_unless"]
 
 
 def as_integer(value: object) -> int | None:
@@ -27,3 +27,9 @@ def as_number(value: object) -> float | None:
     except (TypeError, ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None
+
+
+def refuse_unless(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise `ValueError` for an argument that is not one of its choices."""
+    if value not in choices:
+        raise ValueError(f"{name} = {value!r}: must be one of {', '.join(map(repr, choices))}")

@@ -174,6 +174,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.last_version = version
         elif self.staging == "copy":
             raise AssertionError("an update that stages a copy has fenced the engine")
+        assert not (self.engine.is_paused() and self.engine.state is PolicyState.SERVING)
         assert (version is None) <= (self.engine.state in (PolicyState.INVALIDATED, PolicyState.SWAPPING))
 
     def teardown(self) -> None:
