@@ -1,19 +1,20 @@
 """The prefix index: from a page's whole prefix, by exact tokens, to the page.
 
-There is no tree of objects. One flat dictionary maps (identity of the parent page, the page's tokens as bytes) to the
-page; a chain is walked once, one dictionary access a page, and equality is equality of tokens, never of a hash.
+There is no tree of objects. Pages that were published together, one after the other, are a *run*; one flat dictionary
+maps (identity of the parent page, tokens of the run's first page) to the run, and the tokens of its other pages are
+compared as bytes, so a long prefix costs one dictionary access and one comparison of memory. Equality is equality of
+tokens, never of a hash. A run never grows; pages leave it from its end.
 
 An *identity* is eight bytes that name one publication of one page, and are never used again; so whatever comes after
 a page that has gone cannot be taken for the child of what comes in its place. The parent identity of a first page is
 longer: it is made of the epoch and the salt, so that nothing indexed in an old epoch can be reached from a new one.
-Keys hold only bytes and the dictionary only integers, which keeps both out of the garbage collector's way.
+Keys are bytes and the dictionary's values integers, which keeps both out of the garbage collector's way.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Collection, Sequence
-from operator import add
 from typing import Protocol
 
 from aengine.errors import PageAccountingError, PromptError
@@ -21,6 +22,7 @@ from aengine.errors import PageAccountingError, PromptError
 __all__ = ["RadixCache", "Salt", "TokenIds", "root_identity", "token_bytes"]
 
 TOKEN_BYTES = 4
+NO_RUN = -1
 _IDENTITY = struct.Struct("<q")
 
 
@@ -72,98 +74,158 @@ class RadixCache:
     """Index of full pages. Tokens are given as `token_bytes` of whole pages, chains first page first.
 
     It holds at most one entry a page. Pages are not counted here: whoever looks a chain up takes its references
-    (`Allocator.share`) before anything else runs, and the allocator says which entries have to go (`evict`).
+    (`Allocator.share`) before anything else runs, and the allocator says which entries have to go (`evict`), those of
+    children before those of their parents.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        self._pages: dict[bytes, int] = {}
-        self._keys = [b""] * num_pages
-        """Key of each page's entry, empty where it has none."""
-        self._identities = [b""] * num_pages
         self._page_bytes = TOKEN_BYTES * page_size
-        self._split = struct.Struct(f"{self._page_bytes}s").iter_unpack
+        self._runs: dict[bytes, int] = {}
+        self._run_of = [NO_RUN] * num_pages
+        self._num_entries = 0
         self._num_published = 0
+        # Of each run by number. A number is used again when all pages of its run have gone.
+        self._keys: list[bytes] = []
+        """What leads to it, empty if nothing does any more."""
+        self._rests: list[bytes] = []
+        """Tokens of its pages but the first, whose tokens are in the key."""
+        self._pages: list[tuple[int, ...]] = []
+        self._lengths: list[int] = []
+        """How many of its pages are still there."""
+        self._firsts: list[int] = []
+        """Identity of its first page as a number; those of the others follow."""
+        self._free: list[int] = []
 
     def __len__(self) -> int:
         """Entries, those of earlier epochs whose pages have not been used again included."""
-        return len(self._pages)
+        return self._num_entries
 
     def __contains__(self, page: int) -> bool:
-        return bool(self._keys[page])
+        return self._run_of[page] != NO_RUN
 
     def identity(self, page: int) -> bytes:
         """Identity of a page that is indexed: the parent identity of what follows it."""
-        return self._identities[page]
+        run = self._run_of[page]
+        pages, last = self._pages[run], self._lengths[run] - 1
+        return _IDENTITY.pack(self._firsts[run] + (last if pages[last] == page else pages.index(page)))
 
     def lookup(self, parent: bytes, tokens: bytes) -> list[int]:
-        """The longest indexed run of `tokens` that continues `parent`. Nothing is referenced, nothing touched."""
-        find, identities = self._pages.get, self._identities
-        chain = []
-        for (chunk,) in self._split(tokens):
-            page = find(parent + chunk)
-            if page is None:
+        """The longest indexed sequence of `tokens` that continues `parent`. Nothing is referenced, nothing touched."""
+        size = self._page_bytes
+        chain: list[int] = []
+        at = 0
+        while at < len(tokens):
+            run = self._runs.get(parent + tokens[at : at + size])
+            if run is None:
                 break
-            chain.append(page)
-            parent = identities[page]
+            count = 1 + self._count_equal(run, tokens, at + size)
+            chain += self._pages[run][:count]
+            parent = _IDENTITY.pack(self._firsts[run] + count - 1)
+            at += count * size
         return chain
+
+    def _count_equal(self, run: int, tokens: bytes, start: int) -> int:
+        """How many pages of a run, from its second on, hold the tokens from byte `start` on."""
+        size, rest = self._page_bytes, self._rests[run]
+        low, high = 0, min(self._lengths[run] - 1, (len(tokens) - start) // size)
+        if tokens[start : start + high * size] == rest[: high * size]:
+            return high
+        while high - low > 1:  # `low` pages are equal, `high` are not
+            middle = (low + high) // 2
+            if tokens[start + low * size : start + middle * size] == rest[low * size : middle * size]:
+                low = middle
+            else:
+                high = middle
+        return low
 
     def publish(self, parent: bytes, pages: Sequence[int], tokens: bytes) -> list[int]:
         """Index `pages` as what follows `parent`; returns the pages that were indexed for the first of them before.
 
         Those are their canonical twins, or the same pages when another holder published them first. Only a beginning
-        of the run can be indexed already, as what follows a new page is new.
+        can be indexed already, as what follows a new page is new.
         """
         known = self.lookup(parent, tokens)
         fresh = pages[len(known) :]
         if fresh:
             if known:
-                parent = self._identities[known[-1]]
+                parent = self.identity(known[-1])
             self._insert(parent, fresh, tokens[len(known) * self._page_bytes :])
         return known
 
     def _insert(self, parent: bytes, pages: Sequence[int], tokens: bytes) -> None:
-        keys, identities = self._keys, self._identities
-        if any(map(keys.__getitem__, pages)):
+        run_of = self._run_of
+        if max(map(run_of.__getitem__, pages)) != NO_RUN:
             raise PageAccountingError(f"one of pages {pages} is indexed already, as what follows another prefix")
-        first, count = self._num_published, len(pages)
-        self._num_published += count
-        names = struct.unpack(f"{_IDENTITY.size}s" * count, struct.pack(f"<{count}q", *range(first, first + count)))
-        chunks = struct.unpack(f"{self._page_bytes}s" * count, tokens)
-        new_keys = list(map(add, (parent, *names), chunks))
-        self._pages.update(zip(new_keys, pages, strict=True))
-        for page, key, name in zip(pages, new_keys, names, strict=True):
-            keys[page] = key
-            identities[page] = name
+        run = self._free.pop() if self._free else self._new_run()
+        key = parent + tokens[: self._page_bytes]
+        self._runs[key] = run
+        self._keys[run], self._rests[run] = key, tokens[self._page_bytes :]
+        self._pages[run], self._lengths[run] = tuple(pages), len(pages)
+        self._firsts[run] = self._num_published
+        self._num_published += len(pages)
+        self._num_entries += len(pages)
+        for page in pages:
+            run_of[page] = run
+
+    def _new_run(self) -> int:
+        self._keys.append(b"")
+        self._rests.append(b"")
+        self._pages.append(())
+        self._lengths.append(0)
+        self._firsts.append(0)
+        return len(self._keys) - 1
 
     def evict(self, pages: Sequence[int]) -> None:
-        """Delete the entries of pages that are used again; all or nothing."""
-        keys, entries = self._keys, self._pages
-        doomed = [keys[page] for page in pages]
-        if not all(doomed):
-            page = pages[doomed.index(b"")]
-            raise PageAccountingError(f"page {page} has no entry in the prefix index")
-        for page, key in zip(pages, doomed, strict=True):
-            keys[page] = b""
-            del entries[key]
+        """Delete the entries of pages that are used again; all or nothing.
+
+        A run that loses another page than its last cannot be reached from then on. That happens only in earlier
+        epochs, where pages still held are given back in any order.
+        """
+        run_of, lengths, run_pages = self._run_of, self._lengths, self._pages
+        runs = [run_of[page] for page in pages]
+        if NO_RUN in runs:
+            raise PageAccountingError(f"page {pages[runs.index(NO_RUN)]} has no entry in the prefix index")
+        for page, run in zip(pages, runs, strict=True):
+            run_of[page] = NO_RUN
+            lengths[run] = last = lengths[run] - 1
+            if not last or run_pages[run][last] != page:
+                self._unlink(run)
+        self._num_entries -= len(pages)
+
+    def _unlink(self, run: int) -> None:
+        if key := self._keys[run]:
+            del self._runs[key]
+            self._keys[run] = self._rests[run] = b""
+        if not self._lengths[run]:
+            self._pages[run] = ()
+            self._free.append(run)
 
     def parents(self, epoch: int, indexed: Collection[int]) -> dict[int, int | None]:
         """The page before each of `indexed`, None for first pages; linear in the pool.
 
-        Raises `PageAccountingError` if an entry and its page disagree, or a page cannot be reached in `epoch`.
+        Raises `PageAccountingError` if the books disagree, or a page cannot be reached in `epoch`.
         """
-        entries = {page for page, key in enumerate(self._keys) if key}
-        if len(entries) != len(self._pages) or any(self._pages.get(self._keys[page]) != page for page in entries):
-            raise PageAccountingError("entries of the prefix index and keys of pages disagree")
-        if not entries.issuperset(indexed):
-            raise PageAccountingError(f"pages {sorted(set(indexed) - entries)} count as indexed and have no entry")
-        by_identity = {self._identities[page]: page for page in indexed}
+        chains = {run: self._pages[run][: self._lengths[run]] for run in self._runs.values()}
+        reachable = {page: (run, at) for run, pages in chains.items() for at, page in enumerate(pages)}
+        if any(self._runs.get(self._keys[run]) != run for run in chains) or any(
+            self._run_of[page] != run for page, (run, _) in reachable.items()
+        ):
+            raise PageAccountingError("runs, their keys and their pages disagree")
+        if self._num_entries != sum(run != NO_RUN for run in self._run_of):
+            raise PageAccountingError(f"{self._num_entries} entries are counted in the prefix index, there are others")
+        by_identity = {self.identity(page): page for page in reachable if page in indexed}
         parents: dict[int, int | None] = {}
         for page in indexed:
-            parent = self._keys[page][: -self._page_bytes]
-            if len(parent) > _IDENTITY.size and parent.startswith(_IDENTITY.pack(epoch)):
-                parents[page] = None
-            elif parent in by_identity:
-                parents[page] = by_identity[parent]
-            else:
-                raise PageAccountingError(f"page {page} is indexed, but what it follows cannot be reached")
+            if page not in reachable:
+                raise PageAccountingError(f"page {page} counts as indexed, and no run holds it")
+            run, at = reachable[page]
+            parents[page] = chains[run][at - 1] if at else self._parent(self._keys[run], epoch, by_identity)
         return parents
+
+    def _parent(self, key: bytes, epoch: int, by_identity: dict[bytes, int]) -> int | None:
+        parent = key[: -self._page_bytes]
+        if len(parent) > _IDENTITY.size and parent.startswith(_IDENTITY.pack(epoch)):
+            return None
+        if parent not in by_identity:
+            raise PageAccountingError("a page is indexed, but what it follows cannot be reached")
+        return by_identity[parent]

@@ -81,6 +81,8 @@ class PendingUpdate:
     stage: str = "stage"
     withdrawn: str | None = None
     """Why it was withdrawn, if it was."""
+    commit_line: int = 0
+    """Line of its commit record in the ledger."""
     late_cancellation: BaseException | None = None
     """A cancellation of the updater's task that came too late to stop this update; raised when it has settled."""
     ack: WeightUpdateAck | None = None

@@ -196,11 +196,11 @@ class Transaction:
             train_step=version.train_step,
             previous=self.gate.last_number,
         )
-        line = self.journal.append(record)
+        update.commit_line = self.journal.append(record)
         outcome = await self.journal.durable()
         update.late_cancellation = outcome.cancelled
         if outcome.error is not None:
-            self.journal.append(WithdrawnRecord(commit=line, reason=str(outcome.error)))
+            self.journal.append(WithdrawnRecord(commit=update.commit_line, reason=str(outcome.error)))
             raise outcome.error
 
     def _undo(self, update: PendingUpdate, cause: BaseException) -> None:
@@ -222,8 +222,19 @@ class Transaction:
     # ---- 4. commit: old KV is unreachable, then the version serves
 
     def _commit(self, update: PendingUpdate, version: PolicyVersion) -> int:
-        self.target.carry_over(update.kv)
-        return self.gate.commit(version, partial(self._invalidate, reason=update.name), update.name)
+        """Should this break, nobody knows what requests and cache hold: the engine is fenced."""
+        with self._step(update, "commit"):
+            try:
+                self.target.carry_over(update.kv)
+                return self.gate.commit(version, partial(self._invalidate, reason=update.name), update.name)
+            except BaseException as cause:
+                reason = f"{update.name} broke in its commit: {_reason(cause)}"
+                if self.gate.state is PolicyState.SWAPPING:
+                    self.journal.append(WithdrawnRecord(commit=update.commit_line, reason=reason))
+                else:
+                    self.gate.swap(reason)
+                self.tear(reason)
+                raise
 
     def _invalidate(self, lease: StableLease, *, reason: str, end_ownership: bool = False) -> int:
         dropped = self.invalidate(lease, end_ownership)
