@@ -16,7 +16,7 @@ from aengine.policy.roles import KVOnUpdate, UpdateMode
 from aengine.policy.source import WeightSource, read_source
 from aengine.policy.version import PolicyVersion
 from aengine.stats import EngineStats
-from aengine.validate import refuse_unless
+from aengine.validate import refuse_unless, refuse_unless_integer
 from statemachines.policy import PolicyState
 
 __all__ = ["PolicyControl"]
@@ -57,6 +57,8 @@ class PolicyControl(Lifecycle):
         """
         refuse_unless("mode", mode, ("wait", "abort", "keep"))
         refuse_unless("kv", kv, ("recompute", "keep"))
+        for name, number in (("version", version), ("expected_version", expected_version), ("train_step", train_step)):
+            refuse_unless_integer(name, number)
         if self._share:
             raise ValueError("this engine shares its parameters with a module; change them in weight_update()")
         update = PendingUpdate(
@@ -100,17 +102,18 @@ class PolicyControl(Lifecycle):
         what they have (`"abort"`), or stop at a token and go on where they were when generation resumes (`"keep"`).
 
         Requests may still be submitted; they wait. An update under a pause finds nothing to wait for, and leaves the
-        pause in place. Cancelling this lifts the pause.
+        pause in place. Cancelling this takes back this pause, and no other.
         """
         refuse_unless("mode", mode, ("wait", "abort", "keep"))
         parts = self._usable()
-        parts.gate.hold(parts.scheduler.hold_condition(mode), f"pause, mode {mode}")
+        hold = parts.scheduler.hold_condition(mode)
+        parts.gate.hold(hold, f"pause, mode {mode}")
         if mode == "abort":
             parts.scheduler.abort_started()
         try:
             await parts.gate.held()
         except BaseException:
-            parts.gate.lift("pause withdrawn")
+            parts.gate.withdraw_hold(hold, "pause withdrawn")
             raise
 
     async def resume_generation(self) -> None:

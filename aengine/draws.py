@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from attrs import Factory, define
 
-from aengine.plan import Chunk, StepPlan
 from aengine.request import Sample
 from aengine.sampling.sampler import Draw
+from aengine.steps import Chunk, StepPlan
 
 __all__ = ["StepDraws"]
 

@@ -7,16 +7,16 @@ prefill under way, then admission, each in the order of `Sample.key`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from attrs import Factory, define, frozen
 from sortedcontainers import SortedDict
 
-from aengine.errors import EngineError, OutOfPagesError
+from aengine.errors import OutOfPagesError
 from aengine.outputs import FinishReason
 from aengine.request import Request, Sample
+from aengine.steps import Chunk, StepPlan
 from statemachines.policy import Operation, PolicyState, permits
 from statemachines.request import RequestState, RequestTrigger
 
@@ -26,49 +26,7 @@ if TYPE_CHECKING:
     from aengine.policy.lease import StableLease
     from aengine.policy.roles import KVOnUpdate
 
-__all__ = ["Chunk", "Planner", "StepPlan"]
-
-T = TypeVar("T")
-
-
-@frozen(eq=False)
-class Chunk:
-    """Compute KV for tokens `start` to `start + count` of a sample.
-
-    Where that reaches the sample's last token, the logits there are drawn from once for each sample in `draws`: the
-    sample itself, and those forked from it that have no token yet.
-    """
-
-    sample: Sample
-    cache: TaskCacheState
-    start: int
-    count: int
-    draws: tuple[Sample, ...]
-
-
-@define(eq=False)
-class StepPlan:
-    chunks: list[Chunk] = Factory(list)
-    copies: list[tuple[int, int]] = Factory(list)
-    """Pages to copy before anything is written: (from, to)."""
-    num_tokens: int = 0
-    failures: list[tuple[Request, Exception]] = Factory(list)
-    """Requests that cannot go on, as something broke while pages were taken for them; they are to be ended."""
-
-    def add(self, chunk: Chunk) -> None:
-        self.chunks.append(chunk)
-        self.num_tokens += chunk.count
-
-    def take(self, request: Request, pages: Callable[[], T]) -> T | None:
-        """What `pages` returns. If it breaks, that is the failure of `request` alone, and None is returned. Errors of
-        ours pass: a full pool is no failure, and wrong accounting is everybody's."""
-        try:
-            return pages()
-        except EngineError:
-            raise
-        except Exception as error:
-            self.failures.append((request, error))
-            return None
+__all__ = ["Planner"]
 
 
 class Planner:

@@ -18,7 +18,7 @@ from aengine.cache.manager import TaskCacheManager
 from aengine.draws import StepDraws
 from aengine.errors import EngineDeadError, EngineError, EngineInvalidatedError, QueueFullError, RequestIdInUseError
 from aengine.model.inputs import ForwardInputs
-from aengine.plan import Planner, StepPlan
+from aengine.plan import Planner
 from aengine.policy.gate import Condition, PolicyGate
 from aengine.policy.lease import StableLease
 from aengine.policy.roles import KVOnUpdate, UpdateMode
@@ -26,6 +26,7 @@ from aengine.request import Request, Sample
 from aengine.runner import ModelRunner, StepResult
 from aengine.sampling.sampler import Draw, Drawn
 from aengine.signal import Signal
+from aengine.steps import StepPlan
 from aengine.worker import Worker
 from statemachines.policy import Operation
 from statemachines.request import RequestState

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 
-__all__ = ["as_integer", "as_number", "refuse_unless"]
+__all__ = ["as_integer", "as_number", "refuse_unless", "refuse_unless_integer"]
 
 
 def as_integer(value: object) -> int | None:
@@ -33,3 +33,9 @@ def refuse_unless(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise `ValueError` for an argument that is not one of its choices."""
     if value not in choices:
         raise ValueError(f"{name} = {value!r}: must be one of {', '.join(map(repr, choices))}")
+
+
+def refuse_unless_integer(name: str, value: object) -> None:
+    """Raise `ValueError` for an argument that is neither an integer nor None."""
+    if value is not None and as_integer(value) is None:
+        raise ValueError(f"{name} = {value!r}: must be an integer")

@@ -35,7 +35,8 @@ class PolicyGate:
         self._version = version
         self._epoch = 0
         self._leases: set[StableLease] = set()
-        self._hold: Condition | None = None
+        self._holds: list[Condition] = []
+        """Of pauses that have been asked for; the last one counts, and lifting ends all."""
         self._drain_done: Condition = _never
         self._is_updating = False
         self._fence: EngineInvalidatedError | None = None
@@ -119,24 +120,37 @@ class PolicyGate:
     # ---- holds
 
     def hold(self, done: Condition, reason: str) -> None:
-        """Pause: nothing new is admitted, and once `done` holds nothing runs. Replaces a hold that is in place.
+        """Pause: nothing new is admitted, and once `done` holds nothing runs. Counts before a hold that is in place.
 
         While an update is on its way it only takes effect when that has settled.
         """
-        self._hold = done
-        if self.state is PolicyState.SERVING:
-            self._fire(Trigger.DRAIN, reason)
-        if self.state is PolicyState.DRAINING and not self._is_updating:
-            self._drain_done = done
-        self.changed.set()
+        self._holds.append(done)
+        self._holds_changed(reason)
+
+    def withdraw_hold(self, done: Condition, reason: str) -> None:
+        """Forget one hold, as if it had not been asked for; others stay."""
+        if done in self._holds:
+            self._holds.remove(done)
+            self._holds_changed(reason)
 
     def lift(self, reason: str) -> None:
         """End the hold; without one, do nothing."""
-        if self._hold is None:
-            return
-        self._hold = None
+        self._holds.clear()
+        self._holds_changed(reason)
+
+    @property
+    def _hold(self) -> Condition | None:
+        return self._holds[-1] if self._holds else None
+
+    def _holds_changed(self, reason: str) -> None:
+        hold = self._hold
+        if hold is not None and self.state is PolicyState.SERVING:
+            self._fire(Trigger.DRAIN, reason)
         if self.state is PolicyState.DRAINING and not self._is_updating:
-            self._fire(Trigger.CANCEL, reason)
+            if hold is None:
+                self._fire(Trigger.CANCEL, reason)
+            else:
+                self._drain_done = hold
         self.changed.set()
 
     @property

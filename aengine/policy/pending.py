@@ -81,6 +81,8 @@ class PendingUpdate:
     stage: str = "stage"
     withdrawn: str | None = None
     """Why it was withdrawn, if it was."""
+    withdrawn_by: BaseException | None = None
+    """What its caller is to get if it was withdrawn for the engine's sake and does not commit all the same."""
     commit_line: int = 0
     """Line of its commit record in the ledger."""
     late_cancellation: BaseException | None = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from aengine.model.checkpoint import Checkpoint
 from aengine.model.tensor_files import read_file, read_safetensors
 from aengine.policy.pending import Tensors
 
-__all__ = ["WeightSource", "collect", "read_source"]
+__all__ = ["WeightSource", "closing", "collect", "read_source"]
 
 WeightSource = Mapping[str, Tensor] | nn.Module | Checkpoint | str | Path | AsyncIterable[tuple[str, Tensor]]
 
@@ -43,8 +44,19 @@ async def collect(tensors: Tensors) -> Mapping[str, Tensor]:
     if isinstance(tensors, Mapping):
         return tensors
     collected: dict[str, Tensor] = {}
-    async for name, tensor in tensors:
-        if name in collected:
-            raise ValueError(f"the stream of weights has {name!r} twice")
-        collected[name] = tensor.detach().clone()
+    async with closing(tensors) as stream:
+        async for name, tensor in stream:
+            if name in collected:
+                raise ValueError(f"the stream of weights has {name!r} twice")
+            collected[name] = tensor.detach().clone()
     return collected
+
+
+@asynccontextmanager
+async def closing(stream: AsyncIterable[tuple[str, Tensor]]) -> AsyncIterator[AsyncIterable[tuple[str, Tensor]]]:
+    """Close a stream that is given up before its end, if it can be closed."""
+    try:
+        yield stream
+    finally:
+        if isinstance(stream, AsyncGenerator):
+            await stream.aclose()

@@ -32,7 +32,7 @@ from aengine.policy.ledger_records import (
 )
 from aengine.policy.pending import PendingUpdate, UpdateBody, WeightUpdateAck
 from aengine.policy.roles import DrainTarget, StagedWeights, WeightHolder
-from aengine.policy.source import collect
+from aengine.policy.source import closing, collect
 from aengine.policy.version import PolicyVersion, next_number
 from aengine.worker import Worker
 from statemachines.policy import PolicyState
@@ -42,7 +42,7 @@ __all__ = ["Invalidate", "Transaction"]
 Invalidate = Callable[[StableLease, bool], int]
 """Drops every KV entry, and where told so ends all ownership of pages; returns the number of entries."""
 
-HOW_TO_RECOVER = "only a full update_weights() that commits makes it usable again"
+HOW_TO_RECOVER = "only a full update_weights() that commits, or weight_update() for shared parameters, ends that"
 
 
 @define(eq=False)
@@ -163,8 +163,9 @@ class Transaction:
             for name, tensor in update.tensors.items():
                 await self.worker.run(partial(writer.write, name, tensor))
         else:
-            async for name, tensor in update.tensors:
-                await self.worker.run(partial(writer.write, name, tensor))
+            async with closing(update.tensors) as stream:
+                async for name, tensor in stream:
+                    await self.worker.run(partial(writer.write, name, tensor))
         return await self.worker.run(partial(writer.finish, check_finite=update.check_finite))
 
     async def _let_write(self, update: PendingUpdate, body: UpdateBody) -> str:
@@ -179,8 +180,8 @@ class Transaction:
         digest = await self.worker.run(self.holder.accept)
         update.is_written = self.gate.fence is not None or not self._is_installed(digest)
         update.train_step = body.train_step()
-        if body.error is not None:
-            raise body.error
+        if body.error is not None:  # not raised as it is: a cancellation of the caller's task is not one of this task
+            raise RuntimeError(f"its body ended with {_reason(body.error)!r}")
         return digest
 
     def _is_installed(self, digest: str) -> bool:
@@ -205,8 +206,11 @@ class Transaction:
 
     def _undo(self, update: PendingUpdate, cause: BaseException) -> None:
         """Leave Swapping for what holds now: the old version where the old weights are back, else the fence."""
-        for replaced in update.replaced:
-            self.holder.flip(replaced)
+        try:
+            for replaced in update.replaced:
+                self.holder.flip(replaced)
+        except Exception:  # the old weights cannot be put back, so nobody knows which are in use
+            update.is_written = True
         if not update.is_written and self.gate.can_roll_back:
             self.gate.rollback(f"{update.name} failed")
         else:

@@ -78,7 +78,7 @@ class WeightUpdater:
         """Withdraw every update that has not come to its flip; their callers get `error`."""
         for update in [*self._queue, *([self._current] if self._current else [])]:
             if not self._is_past_withdrawal(update):
-                update.settle(error=error)
+                update.withdrawn_by = error
                 self.withdraw(update, str(error))
 
     def _is_past_withdrawal(self, update: PendingUpdate) -> bool:
@@ -118,7 +118,9 @@ class WeightUpdater:
 
     def _fail(self, update: PendingUpdate, error: BaseException) -> None:
         self._transaction.record_failure(update, error)
-        if not isinstance(error, EngineError):
+        if update.withdrawn_by is not None:
+            error = update.withdrawn_by
+        elif not isinstance(error, EngineError):
             reason = update.withdrawn or "the engine was stopped"
             error = self._transaction.failure(update, reason)
         update.settle(error=error)

@@ -168,6 +168,9 @@ async def test_d3_version_arithmetic() -> None:
             with pytest.raises(StaleVersionError, match=str(stale)):
                 await engine.update_weights(WEIGHTS[2], version=stale)
         assert (await engine.update_weights(WEIGHTS[2], version=100)).policy_version == 100
+        for name in ("version", "expected_version", "train_step"):
+            with pytest.raises(ValueError, match=rf"{name} = 1\.5"):
+                await engine.update_weights(WEIGHTS[1], **{name: 1.5})  # type: ignore[arg-type]
         with pytest.raises(StaleVersionError, match="expected_version is 7"):
             await engine.update_weights(WEIGHTS[1], expected_version=7)
         assert (engine.policy_version, engine.state) == (100, PolicyState.SERVING)

@@ -351,13 +351,14 @@ class UpdateWorld:
 
     async def _pause(self, mode: Any) -> None:
         """As `Engine.pause_generation`."""
-        self.gate.hold(self.scheduler.hold_condition(mode), f"pause, mode {mode}")
+        hold = self.scheduler.hold_condition(mode)
+        self.gate.hold(hold, f"pause, mode {mode}")
         if mode == "abort":
             self.scheduler.abort_started()
         try:
             await self.gate.held()
         except BaseException:
-            self.gate.lift("pause withdrawn")
+            self.gate.withdraw_hold(hold, "pause withdrawn")
             raise
 
     def submit(self) -> None:
@@ -468,6 +469,7 @@ class UpdateWorld:
             assert version.number == max(self.digests)
             if self.gate.state is not PolicyState.SWAPPING:
                 assert self.model.installed.weights == version.digest
+        assert not (self.gate.is_held and self.gate.state is PolicyState.SERVING), "a pause was forgotten"
         assert (self.gate.fence is not None) <= (self.gate.state in (PolicyState.INVALIDATED, PolicyState.SWAPPING))
 
     def _check_call(self, call: Call) -> None:

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from aengine.cache.manager import TaskCacheManager
 from aengine.params import SamplingParams
-from aengine.plan import Planner, StepPlan
+from aengine.plan import Planner
 from aengine.policy.gate import PolicyGate
 from aengine.policy.lease import StableLease
 from aengine.policy.version import PolicyVersion
 from aengine.request import Request, Sample
 from aengine.sampling.stop import StopRule
+from aengine.steps import StepPlan
 from statemachines.policy import PolicyState
 from statemachines.request import RequestState
 

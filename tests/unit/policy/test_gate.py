@@ -193,6 +193,20 @@ def test_a_hold_lifted_during_an_update_does_not_end_the_update() -> None:
     assert gate.state is PolicyState.SERVING
 
 
+def test_a_hold_that_is_withdrawn_leaves_the_others() -> None:
+    gate = PolicyGate(V0)
+    first, second = (lambda: True), (lambda: False)
+    gate.hold(first, "one trainer")
+    gate.hold(second, "another")
+    lease_of(gate).end()  # the second counts, and it lets requests finish
+    gate.withdraw_hold(second, "its caller was cancelled")
+    assert gate.is_held
+    assert gate.try_lease() is None
+    gate.withdraw_hold(second, "again")
+    gate.withdraw_hold(first, "its caller was cancelled too")
+    assert (gate.state, gate.is_held) == (PolicyState.SERVING, False)
+
+
 def test_torn_weights_fence_the_gate_until_an_update_commits() -> None:
     gate = gate_in(PolicyState.SWAPPING)
     assert gate.fail(EngineInvalidatedError("torn"), bump) == 7

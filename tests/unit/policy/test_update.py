@@ -474,6 +474,48 @@ def test_a_stream_of_tensors_is_staged_like_a_state_dict(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_stream_that_is_given_up_is_closed(backend: str, in_place: bool) -> None:
+    closed: list[str] = []
+
+    async def stream() -> AsyncIterator[tuple[str, Tensor]]:
+        try:
+            for name in ("bad", "bad", "never read"):
+                yield name, torch.zeros(2)
+        finally:
+            closed.append("closed")
+
+    async def scenario(bench: Bench) -> None:
+        with pytest.raises(WeightUpdateError):
+            await bench.update(stream(), in_place=in_place)
+        assert closed == ["closed"]
+
+    with_updater(backend, scenario)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_flip_back_that_fails_fences(backend: str) -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.disk.may_sync.clear()
+        bench.disk.error = OSError("no space left")
+        async with anyio.create_task_group() as callers:
+
+            async def caller() -> None:
+                with pytest.raises(WeightUpdateError, match="no space left"):
+                    await bench.update()
+
+            callers.start_soon(caller)
+            await bench.until(PolicyState.SWAPPING)
+            bench.holder.flip_error = RuntimeError("device lost")
+            bench.disk.may_sync.set()
+        assert (bench.gate.state, bench.gate.version) == (PolicyState.INVALIDATED, None)
+        bench.holder.flip_error = bench.disk.error = None
+        assert (await bench.update()).policy_version == 1
+
+    with_updater(backend, scenario)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_an_in_place_update_commits_what_was_written(backend: str) -> None:
     async def scenario(bench: Bench) -> None:
         ack = await bench.update({"a": torch.zeros(1), "b": torch.zeros(1)}, in_place=True)
