@@ -122,8 +122,8 @@ class PagedStrategy(AllocationStrategy):
         if last <= first or not (self.prefix_caching and state.publishable and state.epoch == self.allocator.epoch):
             return
         pages = state.pages[first:last]
-        parent = self.radix.identity(state.pages[first - 1]) if first else state.root
-        known = self.radix.publish(parent, pages, self._tokens(state, token_ids, first, last))
+        after = state.pages[first - 1] if first else None
+        known = self.radix.publish(state.root, pages, self._tokens(state, token_ids, first, last), after)
         self.allocator.keep(pages[len(known) :])
         for block, page in enumerate(known, first):
             if page != state.pages[block]:

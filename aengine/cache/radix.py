@@ -103,53 +103,65 @@ class RadixCache:
     def __contains__(self, page: int) -> bool:
         return self._run_of[page] != NO_RUN
 
-    def identity(self, page: int) -> bytes:
-        """Identity of a page that is indexed: the parent identity of what follows it."""
-        run = self._run_of[page]
-        pages, last = self._pages[run], self._lengths[run] - 1
-        return _IDENTITY.pack(self._firsts[run] + (last if pages[last] == page else pages.index(page)))
+    def lookup(self, root: bytes, tokens: bytes, after: int | None = None) -> list[int]:
+        """The longest indexed sequence of `tokens`, from the root on or from behind the indexed page `after`.
 
-    def lookup(self, parent: bytes, tokens: bytes) -> list[int]:
-        """The longest indexed sequence of `tokens` that continues `parent`. Nothing is referenced, nothing touched."""
+        Nothing is referenced, nothing touched.
+        """
         size = self._page_bytes
         chain: list[int] = []
-        at = 0
-        while at < len(tokens):
-            run = self._runs.get(parent + tokens[at : at + size])
-            if run is None:
+        parent = root
+        if after is not None:
+            run, place = self._place(after)
+            count = self._count_equal(run, place, tokens, 0)
+            chain += self._pages[run][place + 1 : place + 1 + count]
+            parent = self._identity(run, place + count)
+        while (at := len(chain) * size) < len(tokens):
+            next_run = self._runs.get(parent + tokens[at : at + size])
+            if next_run is None:
                 break
-            count = 1 + self._count_equal(run, tokens, at + size)
-            chain += self._pages[run][:count]
-            parent = _IDENTITY.pack(self._firsts[run] + count - 1)
-            at += count * size
+            count = self._count_equal(next_run, 0, tokens, at + size)
+            chain += self._pages[next_run][: count + 1]
+            parent = self._identity(next_run, count)
         return chain
 
-    def _count_equal(self, run: int, tokens: bytes, start: int) -> int:
-        """How many pages of a run, from its second on, hold the tokens from byte `start` on."""
-        size, rest = self._page_bytes, self._rests[run]
-        low, high = 0, min(self._lengths[run] - 1, (len(tokens) - start) // size)
-        if tokens[start : start + high * size] == rest[: high * size]:
+    def _place(self, page: int) -> tuple[int, int]:
+        """The run an indexed page is in, and where."""
+        run = self._run_of[page]
+        pages, last = self._pages[run], self._lengths[run] - 1
+        return run, last if pages[last] == page else pages.index(page)
+
+    def _identity(self, run: int, place: int) -> bytes:
+        return _IDENTITY.pack(self._firsts[run] + place)
+
+    def _count_equal(self, run: int, place: int, tokens: bytes, start: int) -> int:
+        """How many pages of a run, from behind `place` on, hold the tokens from byte `start` on."""
+        size, rest, shift = self._page_bytes, self._rests[run], place * self._page_bytes - start
+        low, high = 0, min(self._lengths[run] - 1 - place, (len(tokens) - start) // size)
+        end = start + high * size
+        if tokens[start:end] == rest[start + shift : end + shift]:
             return high
         while high - low > 1:  # `low` pages are equal, `high` are not
             middle = (low + high) // 2
-            if tokens[start + low * size : start + middle * size] == rest[low * size : middle * size]:
+            begin, end = start + low * size, start + middle * size
+            if tokens[begin:end] == rest[begin + shift : end + shift]:
                 low = middle
             else:
                 high = middle
         return low
 
-    def publish(self, parent: bytes, pages: Sequence[int], tokens: bytes) -> list[int]:
-        """Index `pages` as what follows `parent`; returns the pages that were indexed for the first of them before.
+    def publish(self, root: bytes, pages: Sequence[int], tokens: bytes, after: int | None = None) -> list[int]:
+        """Index `pages` from the root on or behind the indexed page `after`.
 
-        Those are their canonical twins, or the same pages when another holder published them first. Only a beginning
-        can be indexed already, as what follows a new page is new.
+        Returns the pages that were indexed for the first of them before: their canonical twins, or the same pages when
+        another holder published them first. Only a beginning can be there, as what follows a new page is new.
         """
-        known = self.lookup(parent, tokens)
+        known = self.lookup(root, tokens, after)
         fresh = pages[len(known) :]
         if fresh:
-            if known:
-                parent = self.identity(known[-1])
-            self._insert(parent, fresh, tokens[len(known) * self._page_bytes :])
+            parent = known[-1] if known else after
+            key = root if parent is None else self._identity(*self._place(parent))
+            self._insert(key, fresh, tokens[len(known) * self._page_bytes :])
         return known
 
     def _insert(self, parent: bytes, pages: Sequence[int], tokens: bytes) -> None:
@@ -213,7 +225,7 @@ class RadixCache:
             raise PageAccountingError("runs, their keys and their pages disagree")
         if self._num_entries != sum(run != NO_RUN for run in self._run_of):
             raise PageAccountingError(f"{self._num_entries} entries are counted in the prefix index, there are others")
-        by_identity = {self.identity(page): page for page in reachable if page in indexed}
+        by_identity = {self._identity(*place): page for page, place in reachable.items() if page in indexed}
         parents: dict[int, int | None] = {}
         for page in indexed:
             if page not in reachable:
