@@ -69,11 +69,13 @@ class SeedCache:
         self._pages = _Pages(num_pages, self._evict)
 
     def fill(self, order: Sequence[int]) -> None:
-        """Make every page reusable, as a chain of one page, in this order of last use, without the hour it takes."""
-        self._pages.free_mask = 0
+        """Make these pages reusable, as chains of one page in order of last use, without the hour it takes."""
+        mask = bytearray(self._pages.free_mask.to_bytes(len(self._pages.refs) // 8 + 1, "little"))
         for page in order:
+            mask[page // 8] &= ~(1 << page % 8)
             self._link(self._root, (-1 - page,) * self._page_size, page)
             self._pages.lru[page] = None
+        self._pages.free_mask = int.from_bytes(mask, "little")
 
     def alloc(self, token_ids: list[int]) -> list[int]:
         pages = self._lookup(token_ids)

@@ -130,12 +130,12 @@ class Allocator:
         dropped = []
         for page in (rest := reversed(pages)):
             refs[page] = count = refs[page] - 1
-            if count <= 0:
-                if count < 0:
-                    for undone in pages[length_hint(rest) :]:
-                        refs[undone] += 1
-                    raise PageAccountingError(f"page {page} is held by nobody: it cannot be released")
+            if not count:
                 dropped.append(page)
+            elif count < 0:
+                for undone in pages[length_hint(rest) :]:
+                    refs[undone] += 1
+                raise PageAccountingError(f"page {page} is held by nobody: it cannot be released")
         if dropped:
             self._retire(dropped)
 

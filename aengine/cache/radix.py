@@ -92,6 +92,8 @@ class RadixCache:
         self._pages: list[tuple[int, ...]] = []
         self._lengths: list[int] = []
         """How many of its pages are still there."""
+        self._cuts: list[int] = []
+        """Length at which the memory of those that have gone is given back."""
         self._firsts: list[int] = []
         """Identity of its first page as a number; those of the others follow."""
         self._free: list[int] = []
@@ -126,7 +128,6 @@ class RadixCache:
         return chain
 
     def _place(self, page: int) -> tuple[int, int]:
-        """The run an indexed page is in, and where."""
         run = self._run_of[page]
         pages, last = self._pages[run], self._lengths[run] - 1
         return run, last if pages[last] == page else pages.index(page)
@@ -172,7 +173,7 @@ class RadixCache:
         key = parent + tokens[: self._page_bytes]
         self._runs[key] = run
         self._keys[run], self._rests[run] = key, tokens[self._page_bytes :]
-        self._pages[run], self._lengths[run] = tuple(pages), len(pages)
+        self._pages[run], self._lengths[run], self._cuts[run] = tuple(pages), len(pages), len(pages) // 4
         self._firsts[run] = self._num_published
         self._num_published += len(pages)
         self._num_entries += len(pages)
@@ -184,6 +185,7 @@ class RadixCache:
         self._rests.append(b"")
         self._pages.append(())
         self._lengths.append(0)
+        self._cuts.append(0)
         self._firsts.append(0)
         return len(self._keys) - 1
 
@@ -193,23 +195,28 @@ class RadixCache:
         A run that loses another page than its last cannot be reached from then on. That happens only in earlier
         epochs, where pages still held are given back in any order.
         """
-        run_of, lengths, run_pages = self._run_of, self._lengths, self._pages
+        run_of, lengths, cuts, run_pages = self._run_of, self._lengths, self._cuts, self._pages
         runs = [run_of[page] for page in pages]
         if NO_RUN in runs:
             raise PageAccountingError(f"page {pages[runs.index(NO_RUN)]} has no entry in the prefix index")
         for page, run in zip(pages, runs, strict=True):
             run_of[page] = NO_RUN
-            lengths[run] = last = lengths[run] - 1
-            if not last or run_pages[run][last] != page:
-                self._unlink(run)
+            lengths[run] = length = lengths[run] - 1
+            is_last = run_pages[run][length] == page
+            if length == cuts[run] or not is_last:
+                self._cut(run, is_reachable=length > 0 and is_last)
         self._num_entries -= len(pages)
 
-    def _unlink(self, run: int) -> None:
-        if key := self._keys[run]:
-            del self._runs[key]
-            self._keys[run] = self._rests[run] = b""
-        if not self._lengths[run]:
-            self._pages[run] = ()
+    def _cut(self, run: int, *, is_reachable: bool) -> None:
+        """Forget what a run no longer needs; being done at each quarter, it bounds memory by the pages left."""
+        length = self._lengths[run]
+        if not is_reachable and self._keys[run]:
+            del self._runs[self._keys[run]]
+            self._keys[run] = b""
+        self._pages[run] = self._pages[run][:length]
+        self._rests[run] = self._rests[run][: max(length - 1, 0) * self._page_bytes]
+        self._cuts[run] = length // 4
+        if not length:
             self._free.append(run)
 
     def parents(self, epoch: int, indexed: Collection[int]) -> dict[int, int | None]:
@@ -219,10 +226,10 @@ class RadixCache:
         """
         chains = {run: self._pages[run][: self._lengths[run]] for run in self._runs.values()}
         reachable = {page: (run, at) for run, pages in chains.items() for at, page in enumerate(pages)}
-        if any(self._runs.get(self._keys[run]) != run for run in chains) or any(
-            self._run_of[page] != run for page, (run, _) in reachable.items()
-        ):
-            raise PageAccountingError("runs, their keys and their pages disagree")
+        if any(self._runs.get(self._keys[run]) != run for run in chains) or len(chains) != len(self._runs):
+            raise PageAccountingError("runs of the prefix index and their keys disagree")
+        if any(self._run_of[page] != run for page, (run, _) in reachable.items()):
+            raise PageAccountingError("runs of the prefix index and their pages disagree")
         if self._num_entries != sum(run != NO_RUN for run in self._run_of):
             raise PageAccountingError(f"{self._num_entries} entries are counted in the prefix index, there are others")
         by_identity = {self._identity(*place): page for page, place in reachable.items() if page in indexed}

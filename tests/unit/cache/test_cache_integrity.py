@@ -35,6 +35,14 @@ def swap_pages(cache: TaskCacheManager, paged: PagedStrategy, state: TaskCacheSt
     cache._table.write(state.row, 0, state.pages)
 
 
+def move_run(cache: TaskCacheManager, paged: PagedStrategy, state: TaskCacheState) -> None:
+    """Let the reusable run follow a page that does not exist."""
+    radix = paged.radix
+    key = b"nobody.." + radix._keys[1][-16:]
+    radix._runs[key] = radix._runs.pop(radix._keys[1])
+    radix._keys[1] = key
+
+
 def drop_parent(cache: TaskCacheManager, paged: PagedStrategy, state: TaskCacheState) -> None:
     """Let the task forget its first page, properly released."""
     paged.allocator.release([state.pages[0]])
@@ -53,9 +61,11 @@ DAMAGES: dict[str, Damage] = {
     "indexed pages miscounted": lambda cache, paged, state: setattr(paged.allocator, "num_indexed", 9),
     "a broken back link": lambda cache, paged, state: paged.allocator._prev.__setitem__(3, 7),
     "a parent evicted before its child": swap_order,
-    "an entry without a page": lambda cache, paged, state: paged.radix._pages.__setitem__(b"x", 0),
+    "two keys of one run": lambda cache, paged, state: paged.radix._runs.__setitem__(b"x", 0),
+    "a run without its page": lambda cache, paged, state: paged.radix._run_of.__setitem__(4, -1),
+    "entries miscounted": lambda cache, paged, state: setattr(paged.radix, "_num_entries", 3),
     "an indexed page without an entry": lambda cache, paged, state: paged.radix.evict([4]),
-    "an unreachable page": lambda cache, paged, state: paged.radix._identities.__setitem__(0, b"elsewhere"),
+    "an unreachable run": move_run,
     "a free page with an entry": lambda cache, paged, state: paged.radix.publish(b"root", [7], bytes(16)),
     "a reusable page that is not indexed": lambda cache, paged, state: paged.allocator._tags.__setitem__(3, -1),
     "a task that holds a page it has no reference on": lambda cache, paged, state: state.pages.append(6),

@@ -73,9 +73,34 @@ def test_a_page_indexed_twice_for_the_same_prefix_is_reported_by_its_first_page(
 def test_publishing_again_what_is_indexed_changes_nothing() -> None:
     index = RadixCache(8, page_size=2)
     index.publish(ROOT, [1, 2], token_bytes([1, 1, 2, 2]))
-    identity = index.identity(2)
     assert index.publish(ROOT, [1, 2], token_bytes([1, 1, 2, 2])) == [1, 2]
-    assert (len(index), index.identity(2)) == (2, identity)
+    assert index.publish(ROOT, [2], token_bytes([2, 2]), after=1) == [2]
+    assert (len(index), index.lookup(ROOT, token_bytes([1, 1, 2, 2]))) == (2, [1, 2])
+
+
+def test_what_follows_a_page_is_found_from_there_whether_it_was_published_with_it_or_not() -> None:
+    index = RadixCache(16, page_size=2)
+    index.publish(ROOT, [1, 2, 3], token_bytes([1, 1, 2, 2, 3, 3]))
+    assert index.publish(ROOT, [4, 5], token_bytes([2, 2, 9, 9]), after=1) == [2]
+    assert index.publish(ROOT, [6], token_bytes([4, 4]), after=3) == []
+    assert index.lookup(ROOT, token_bytes([2, 2, 3, 3, 4, 4]), after=1) == [2, 3, 6]
+    assert index.lookup(ROOT, token_bytes([1, 1, 2, 2, 9, 9])) == [1, 2, 5]
+    assert index.lookup(ROOT, token_bytes([4, 4]), after=3) == [6]
+    assert index.lookup(ROOT, token_bytes([9, 9]), after=3) == []
+
+
+@given(st.lists(st.lists(st.integers(0, 1), max_size=8), max_size=8), st.lists(st.integers(0, 1), max_size=10))
+def test_runs_of_any_shape_are_one_tree(published: list[list[int]], asked: list[int]) -> None:
+    index = RadixCache(64, page_size=1)
+    tree: dict[tuple[int, ...], int] = {}
+    for number, tokens in enumerate(published):
+        pages = list(range(8 * number, 8 * number + len(tokens)))
+        known = index.publish(ROOT, pages, token_bytes(tokens))
+        for at, page in enumerate([*known, *pages[len(known) :]]):
+            assert tree.setdefault(tuple(tokens[: at + 1]), page) == page
+    expected = [tree[tuple(asked[: at + 1])] for at in range(len(asked)) if tuple(asked[: at + 1]) in tree]
+    assert index.lookup(ROOT, token_bytes(asked)) == expected
+    assert len(index) == len(tree)
 
 
 def test_a_page_cannot_stand_for_two_prefixes() -> None:
@@ -106,10 +131,39 @@ def test_eviction_of_a_page_without_an_entry_raises_and_evicts_nothing() -> None
 
 def test_children_of_a_page_that_has_gone_never_match_behind_its_successor() -> None:
     index = RadixCache(8, page_size=2)
-    index.publish(ROOT, [1, 2], token_bytes([1, 1, 2, 2]))
+    index.publish(ROOT, [1], token_bytes([1, 1]))
+    index.publish(ROOT, [2], token_bytes([2, 2]), after=1)
     index.evict([1])  # against the order of eviction, to show that the keys alone are enough
     index.publish(ROOT, [1], token_bytes([1, 1]))
     assert index.lookup(ROOT, token_bytes([1, 1, 2, 2])) == [1]
+
+
+@pytest.mark.parametrize("order", [[1, 2, 3], [2, 3, 1], [3, 1, 2], [3, 2, 1]])
+def test_a_run_may_lose_its_pages_in_any_order_and_never_matches_what_has_gone(order: list[int]) -> None:
+    index = RadixCache(8, page_size=2)
+    tokens = token_bytes([1, 1, 2, 2, 3, 3])
+    index.publish(ROOT, [1, 2, 3], tokens)
+    left = [1, 2, 3]
+    for page in order:
+        index.evict([page])
+        left.remove(page)
+        assert index.lookup(ROOT, tokens) in ([], left)
+        assert (len(index), page in index) == (len(left), False)
+    index.publish(ROOT, [3, 1], token_bytes([1, 1, 2, 2]))
+    assert index.lookup(ROOT, tokens) == [3, 1]
+
+
+def test_memory_of_pages_that_have_gone_is_given_back() -> None:
+    index = RadixCache(1000, page_size=2)
+    tokens = token_bytes(range(2000))
+    index.publish(ROOT, list(range(1000)), tokens)
+    for page in reversed(range(1, 1000)):
+        index.evict([page])
+        assert sum(map(len, index._rests)) <= 4 * 8 * page
+        assert sum(map(len, index._pages)) <= 4 * page + 4
+    assert index.lookup(ROOT, tokens) == [0]
+    index.evict([0])
+    assert (index._runs, index._free, index._rests, index._pages) == ({}, [0], [b""], [()])
 
 
 def test_the_index_is_invisible_to_the_garbage_collector() -> None:
@@ -117,5 +171,6 @@ def test_the_index_is_invisible_to_the_garbage_collector() -> None:
     index.publish(ROOT, list(range(64)), token_bytes(range(128)))
     if not hasattr(gc, "is_tracked") or gc.is_tracked({b"": 0}):
         pytest.skip("this Python tracks every dictionary")
-    assert not gc.is_tracked(index._pages)
-    assert not any(gc.is_tracked(key) for key in index._pages)
+    gc.collect()
+    assert not gc.is_tracked(index._runs)
+    assert not any(map(gc.is_tracked, [*index._runs, *index._rests, *index._pages]))

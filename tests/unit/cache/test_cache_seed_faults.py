@@ -133,8 +133,7 @@ def test_publishing_one_more_page_does_not_walk_the_pages_before_it() -> None:
     def publish(num_pages: int) -> int:
         index = RadixCache(num_pages + 1, page_size=2)
         index.publish(ROOT, list(range(num_pages)), token_bytes(range(2 * num_pages)))
-        parent, tokens = index.identity(num_pages - 1), token_bytes([7, 7])
-        return lines_run(lambda: index.publish(parent, [num_pages], tokens))
+        return lines_run(lambda: index.publish(ROOT, [num_pages], token_bytes([7, 7]), num_pages - 1))
 
     assert publish(10) == publish(1000)
 
