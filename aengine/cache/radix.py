@@ -203,7 +203,7 @@ class RadixCache:
             run_of[page] = NO_RUN
             lengths[run] = length = lengths[run] - 1
             is_last = run_pages[run][length] == page
-            if length == cuts[run] or not is_last:
+            if length == cuts[run] or (not is_last and self._keys[run]):
                 self._cut(run, is_reachable=length > 0 and is_last)
         self._num_entries -= len(pages)
 

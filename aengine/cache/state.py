@@ -36,7 +36,7 @@ class TaskCacheState:
     epoch: int
     """Epoch the task was allocated in; what it computes is never indexed in another."""
     root: bytes = field(repr=False)
-    """Parent identity of its first page: epoch and salt."""
+    """What its first page follows: epoch and salt."""
     prompt: bytes = field(repr=False)
     """The tokens it was allocated for, as `token_bytes`."""
     length: int
