@@ -20,7 +20,7 @@ from aengine.model.shared import share_weights, shared_linear_shapes
 from aengine.model.spec import ModelSpec
 from aengine.model.weights import DecoderWeights, build_weights, linear_shapes
 from aengine.plan import Planner
-from aengine.policy.digest import digest_tensors
+from aengine.policy.digest import combine_digests, digest_each
 from aengine.policy.gate import PolicyGate
 from aengine.policy.journal import Journal
 from aengine.policy.lease import StableLease
@@ -197,7 +197,8 @@ def _load(checkpoint: Checkpoint, config: EngineConfig, max_model_len: int, num_
         head_dim=spec.head_dim,
         page_size=config.page_size,
     )
-    installed = StagedWeights(weights, digest_tensors(weights.named_tensors()))
+    parts = digest_each(weights.named_tensors())
+    installed = StagedWeights(weights, combine_digests(parts), {} if share else parts)
     make_runner = SharedModelRunner if share else ModelRunner
     runner = make_runner(Decoder(spec, weights, max_model_len), storage, installed, checkpoint.eos_token_ids)
     if config.ledger is None:

@@ -17,7 +17,7 @@ from aengine.model.decoder import Decoder
 from aengine.model.inputs import ForwardInputs
 from aengine.model.matching import complaint_about, is_ignored, match_tensors
 from aengine.model.weights import build_weights, repack_weights
-from aengine.policy.digest import digest_tensors
+from aengine.policy.digest import HashedTensor, combine_digests, digest_each, digest_tensors
 from aengine.policy.roles import StagedWeights
 from aengine.sampling.sampler import Draw, Drawn, sample
 
@@ -73,7 +73,13 @@ class ModelRunner:
         if check_finite:
             refuse_non_finite(weights.named_tensors())
         types = Counter(str(t.dtype).removeprefix("torch.") for t in matched.values() if t.dtype != torch.float32)
-        return StagedWeights(weights, digest_tensors(weights.named_tensors()), dict(types))
+        parts = digest_each(weights.named_tensors(), self._hashed())
+        return StagedWeights(weights, combine_digests(parts), parts, dict(types))
+
+    def _hashed(self) -> dict[str, HashedTensor]:
+        """What is installed, with digests at hand."""
+        parts, tensors = self.installed.parts, self.decoder.weights.tensors
+        return {name: HashedTensor(tensors[name], digest) for name, digest in parts.items()}
 
     def check(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Names, shapes and types against the model's. Raises `WeightsMismatchError`."""
@@ -146,7 +152,8 @@ class InPlaceWriter:
         weights = repack_weights(self._runner.decoder.weights)
         if check_finite:
             refuse_non_finite(weights.named_tensors())
-        staged = StagedWeights(weights, digest_tensors(weights.named_tensors()))
+        parts = digest_each(weights.named_tensors())
+        staged = StagedWeights(weights, combine_digests(parts), parts)
         self._runner.flip(staged)
         return staged.digest
 

@@ -22,6 +22,8 @@ class StagedWeights:
 
     weights: Any
     digest: str
+    parts: Mapping[str, bytes] = Factory(dict)
+    """The digest of each tensor, so that one that does not change need not be hashed again; may be empty."""
     casts: Mapping[str, int] = Factory(dict)
     """How many tensors were converted to the engine's type, by the type they came in."""
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import anyio
+import attrs
 import pytest
 import torch
 from case_support import (
@@ -26,9 +27,10 @@ from case_support import (
 )
 from torch import Tensor
 
-from aengine import Engine, EngineInvalidatedError, RequestOutput, SamplingParams, WeightUpdateError
+from aengine import CheckpointError, Engine, EngineInvalidatedError, RequestOutput, SamplingParams, WeightUpdateError
 from aengine.audit.oracle import oracle_logprobs
 from aengine.errors import RequestFailedError
+from aengine.model.checkpoint import save_checkpoint
 from aengine.outputs import KVSpan, VersionSpan
 from statemachines.policy import PolicyState
 
@@ -397,3 +399,54 @@ async def test_events_tell_the_story_of_an_update_to_every_reader() -> None:
     expected = "UpdateRecord TransitionRecord UpdateRecord TransitionRecord UpdateRecord CommitRecord TransitionRecord "
     expected += "InvalidationRecord TransitionRecord AckRecord"
     assert stories[0] == expected.split()
+
+
+@both_backends
+async def test_every_source_gives_the_same_version(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("weights")
+    checkpoint = attrs.evolve(MODEL, tensors=WEIGHTS[1])
+    save_checkpoint(checkpoint, folder)
+    module = torch.nn.Module()
+    for name, tensor in WEIGHTS[1].items():
+        *path, leaf = name.split(".")
+        owner = module
+        for part in path:
+            if not hasattr(owner, part):
+                owner.add_module(part, torch.nn.Module())
+            owner = owner.get_submodule(part)
+        owner.register_parameter(leaf, torch.nn.Parameter(tensor.clone()))
+
+    async def stream() -> AsyncIterator[tuple[str, Tensor]]:
+        for pair in WEIGHTS[1].items():
+            yield pair
+
+    sources: list[Any] = [WEIGHTS[1], checkpoint, module, folder, str(folder / "model.safetensors"), stream()]
+    async with new_engine() as engine:
+        digests = [(await engine.update_weights(source)).digest for source in sources]
+        assert len(set(digests)) == 1
+        assert await engine.weight_checksum() == digests[0]
+        assert_made_by(await engine.generate([1, 2, 3], GREEDY), weights=1, version=len(sources))
+        with pytest.raises(TypeError, match="not from int"):
+            await engine.update_weights(3)  # type: ignore[arg-type]
+        with pytest.raises(CheckpointError, match="truncated"):
+            (folder / "broken.safetensors").write_bytes(b"\0" * 9)
+            await engine.update_weights(folder / "broken.safetensors")
+        with pytest.raises(CheckpointError):
+            await engine.update_weights(folder / "absent")
+
+
+@both_backends
+async def test_tensors_of_other_layouts_and_threads_are_taken(tmp_path_factory: pytest.TempPathFactory) -> None:
+    odd: dict[str, Tensor] = {}
+
+    def make() -> None:
+        with torch.inference_mode():
+            for name, tensor in WEIGHTS[1].items():
+                odd[name] = tensor.T.contiguous().T if tensor.ndim == 2 else tensor.clone()
+
+    await anyio.to_thread.run_sync(make)
+    odd["model.norm.weight"] = WEIGHTS[1]["model.norm.weight"].clone().requires_grad_()
+    async with new_engine() as engine:
+        same = (await engine.update_weights(WEIGHTS[1])).digest
+        assert (await engine.update_weights(odd)).digest == same
+        assert_made_by(await engine.generate([1, 2, 3], GREEDY), weights=1, version=2)
