@@ -103,6 +103,25 @@ async def assemble(checkpoint: Checkpoint, config: EngineConfig, *, share: bool 
         prefix_caching=config.prefix_caching,
         cache=config.cache,
     )
+    reader = PromptReader(
+        tokenizer=checkpoint.tokenizer,
+        vocab_size=checkpoint.spec.vocab_size,
+        max_model_len=max_model_len,
+        capacity=cache.capacity_tokens,
+    )
+    return _connect(config, worker, runner, version, journal, cache, reader)
+
+
+def _connect(
+    config: EngineConfig,
+    worker: Worker,
+    runner: ModelRunner,
+    version: PolicyVersion,
+    journal: Journal,
+    cache: TaskCacheManager,
+    reader: PromptReader,
+) -> Assembly:
+    """Everything that decides, around what was loaded; one signal tells all of it that something has changed."""
     changed = Signal()
     gate = PolicyGate(version, changed)
     gate.on_transition(journal.append)
@@ -126,22 +145,8 @@ async def assemble(checkpoint: Checkpoint, config: EngineConfig, *, share: bool 
     def invalidate(lease: StableLease, end_ownership: bool) -> int:
         return cache.invalidate_cache(lease, end_ownership=end_ownership)
 
-    return Assembly(
-        worker=worker,
-        runner=runner,
-        cache=cache,
-        gate=gate,
-        planner=planner,
-        scheduler=scheduler,
-        updater=WeightUpdater(Transaction(gate, runner, scheduler, invalidate, journal, worker)),
-        journal=journal,
-        reader=PromptReader(
-            tokenizer=checkpoint.tokenizer,
-            vocab_size=checkpoint.spec.vocab_size,
-            max_model_len=max_model_len,
-            capacity=cache.capacity_tokens,
-        ),
-    )
+    updater = WeightUpdater(Transaction(gate, runner, scheduler, invalidate, journal, worker))
+    return Assembly(worker, runner, cache, gate, planner, scheduler, updater, journal, reader)
 
 
 def _take(loading: Outcome[Loaded]) -> Loaded:

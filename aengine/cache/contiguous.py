@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from aengine.cache.keys import TokenIds
 from aengine.cache.pool import ReqToTokenPool
-from aengine.cache.radix import TokenIds
 from aengine.cache.state import PageStats, TaskCacheState
 from aengine.cache.strategy import AllocationStrategy
 from aengine.errors import OutOfPagesError, PageAccountingError

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from aengine.cache.contiguous import ContiguousStrategy
 from aengine.cache.integrity import check_totals
+from aengine.cache.keys import TOKEN_BYTES, Salt, TokenIds, root_identity, token_bytes
 from aengine.cache.paged import PagedStrategy
 from aengine.cache.pool import ReqToTokenPool
-from aengine.cache.radix import TOKEN_BYTES, Salt, TokenIds, root_identity, token_bytes
 from aengine.cache.state import CacheLease, CacheStats, TaskCacheState
 from aengine.cache.strategy import AllocationStrategy
 from aengine.errors import ConfigError, PageAccountingError, PromptError, StaleLeaseError

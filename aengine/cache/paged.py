@@ -6,8 +6,9 @@ from collections.abc import Collection
 
 from aengine.cache.allocator import Allocator
 from aengine.cache.integrity import check_paged
+from aengine.cache.keys import TOKEN_BYTES, TokenIds, token_bytes
 from aengine.cache.pool import ReqToTokenPool
-from aengine.cache.radix import TOKEN_BYTES, RadixCache, TokenIds, token_bytes
+from aengine.cache.radix import RadixCache
 from aengine.cache.state import PageStats, TaskCacheState
 from aengine.cache.strategy import AllocationStrategy
 from aengine.errors import OutOfPagesError

@@ -13,61 +13,14 @@ Keys are bytes and the dictionary's values integers, which keeps both out of the
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Collection, Sequence
-from typing import Protocol
 
-from aengine.errors import PageAccountingError, PromptError
+from aengine.cache.keys import IDENTITY, TOKEN_BYTES
+from aengine.errors import PageAccountingError
 
-__all__ = ["RadixCache", "Salt", "TokenIds", "root_identity", "token_bytes"]
+__all__ = ["RadixCache"]
 
-TOKEN_BYTES = 4
 NO_RUN = -1
-_IDENTITY = struct.Struct("<q")
-
-
-class _Array(Protocol):
-    """Arrays of `array`, numpy and torch."""
-
-    def tolist(self) -> list[int]: ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: slice, /) -> _Array: ...
-
-
-TokenIds = Sequence[int] | _Array
-Salt = str | tuple[str, ...] | None
-"""What besides the tokens decides whether KV may be shared: the user's `cache_salt`, or it and the identity of an
-adapter. None, "" and () are three different salts."""
-
-
-def token_bytes(token_ids: TokenIds) -> bytes:
-    """Token ids as little-endian int32; the same for list, tuple, array, numpy and torch.
-
-    Raises `PromptError` for what is not an integer or does not fit.
-    """
-    values = token_ids if isinstance(token_ids, list | tuple) else _as_list(token_ids)
-    try:
-        return struct.pack(f"<{len(values)}i", *values)
-    except struct.error as error:
-        raise PromptError(f"token ids must be a flat sequence of integers of at most 32 bits: {error}") from None
-
-
-def _as_list(token_ids: TokenIds) -> Sequence[int]:
-    if isinstance(token_ids, Sequence):
-        return list(token_ids)
-    return token_ids.tolist()
-
-
-def root_identity(epoch: int, salt: Salt) -> bytes:
-    """Parent identity of first pages: at least nine bytes, different for every (epoch, salt)."""
-    if salt is None:
-        return _IDENTITY.pack(epoch) + b"\0"
-    if isinstance(salt, str):
-        return _IDENTITY.pack(epoch) + b"\1" + salt.encode("utf-8", "surrogatepass")
-    parts = [part.encode("utf-8", "surrogatepass") for part in salt]
-    return _IDENTITY.pack(epoch) + b"\2" + b"".join(_IDENTITY.pack(len(part)) + part for part in parts)
 
 
 class RadixCache:
@@ -92,8 +45,6 @@ class RadixCache:
         self._pages: list[tuple[int, ...]] = []
         self._lengths: list[int] = []
         """How many of its pages are still there."""
-        self._cuts: list[int] = []
-        """Length at which the memory of those that have gone is given back."""
         self._firsts: list[int] = []
         """Identity of its first page as a number; those of the others follow."""
         self._free: list[int] = []
@@ -133,7 +84,7 @@ class RadixCache:
         return run, last if pages[last] == page else pages.index(page)
 
     def _identity(self, run: int, place: int) -> bytes:
-        return _IDENTITY.pack(self._firsts[run] + place)
+        return IDENTITY.pack(self._firsts[run] + place)
 
     def _count_equal(self, run: int, place: int, tokens: bytes, start: int) -> int:
         """How many pages of a run, from behind `place` on, hold the tokens from byte `start` on."""
@@ -173,7 +124,7 @@ class RadixCache:
         key = parent + tokens[: self._page_bytes]
         self._runs[key] = run
         self._keys[run], self._rests[run] = key, tokens[self._page_bytes :]
-        self._pages[run], self._lengths[run], self._cuts[run] = tuple(pages), len(pages), len(pages) // 4
+        self._pages[run], self._lengths[run] = tuple(pages), len(pages)
         self._firsts[run] = self._num_published
         self._num_published += len(pages)
         self._num_entries += len(pages)
@@ -185,37 +136,40 @@ class RadixCache:
         self._rests.append(b"")
         self._pages.append(())
         self._lengths.append(0)
-        self._cuts.append(0)
         self._firsts.append(0)
         return len(self._keys) - 1
 
     def evict(self, pages: Sequence[int]) -> None:
         """Delete the entries of pages that are used again; all or nothing.
 
-        A run that loses another page than its last cannot be reached from then on. That happens only in earlier
+        A run that loses other pages than its last ones cannot be reached from then on. That happens only in earlier
         epochs, where pages still held are given back in any order.
         """
-        run_of, lengths, cuts, run_pages = self._run_of, self._lengths, self._cuts, self._pages
+        run_of = self._run_of
         runs = [run_of[page] for page in pages]
         if NO_RUN in runs:
             raise PageAccountingError(f"page {pages[runs.index(NO_RUN)]} has no entry in the prefix index")
-        for page, run in zip(pages, runs, strict=True):
+        for page in pages:
             run_of[page] = NO_RUN
-            lengths[run] = length = lengths[run] - 1
-            is_last = run_pages[run][length] == page
-            if length == cuts[run] or (not is_last and self._keys[run]):
-                self._cut(run, is_reachable=length > 0 and is_last)
         self._num_entries -= len(pages)
+        if len(set(runs)) == 1:
+            self._shorten(runs[0], pages)
+            return
+        gone: dict[int, list[int]] = {}
+        for page, run in zip(pages, runs, strict=True):
+            gone.setdefault(run, []).append(page)
+        for run, its_pages in gone.items():
+            self._shorten(run, its_pages)
 
-    def _cut(self, run: int, *, is_reachable: bool) -> None:
-        """Forget what a run no longer needs; being done at each quarter, it bounds memory by the pages left."""
-        length = self._lengths[run]
-        if not is_reachable and self._keys[run]:
+    def _shorten(self, run: int, gone: Sequence[int]) -> None:
+        pages, before = self._pages[run], self._lengths[run]
+        self._lengths[run] = length = before - len(gone)
+        if self._keys[run] and not (length and pages[length:before] == tuple(reversed(gone))):
             del self._runs[self._keys[run]]
             self._keys[run] = b""
-        self._pages[run] = self._pages[run][:length]
-        self._rests[run] = self._rests[run][: max(length - 1, 0) * self._page_bytes]
-        self._cuts[run] = length // 4
+        if 4 * length <= len(pages):  # so that memory is bounded by the pages that are left
+            self._pages[run] = pages[:length]
+            self._rests[run] = self._rests[run][: max(length - 1, 0) * self._page_bytes]
         if not length:
             self._free.append(run)
 
@@ -243,7 +197,7 @@ class RadixCache:
 
     def _parent(self, key: bytes, epoch: int, by_identity: dict[bytes, int]) -> int | None:
         parent = key[: -self._page_bytes]
-        if len(parent) > _IDENTITY.size and parent.startswith(_IDENTITY.pack(epoch)):
+        if len(parent) > IDENTITY.size and parent.startswith(IDENTITY.pack(epoch)):
             return None
         if parent not in by_identity:
             raise PageAccountingError("a page is indexed, but what it follows cannot be reached")

@@ -9,8 +9,8 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from aengine.cache.keys import TokenIds
 from aengine.cache.pool import ReqToTokenPool
-from aengine.cache.radix import TokenIds
 from aengine.cache.state import PageStats, TaskCacheState
 from aengine.errors import PageAccountingError
 

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aengine.cache.radix import RadixCache, Salt, TokenIds, root_identity, token_bytes
+from aengine.cache.keys import Salt, TokenIds, root_identity, token_bytes
+from aengine.cache.radix import RadixCache
 from aengine.errors import PageAccountingError, PromptError
 
 ROOT = root_identity(0, None)

@@ -12,7 +12,8 @@ import pytest
 from cache_support import Lease, NewCache, RunTask, counts
 
 from aengine.cache.allocator import Allocator
-from aengine.cache.radix import RadixCache, root_identity, token_bytes
+from aengine.cache.keys import root_identity, token_bytes
+from aengine.cache.radix import RadixCache
 from aengine.errors import OutOfPagesError, PageAccountingError
 
 ROOT = root_identity(0, None)
