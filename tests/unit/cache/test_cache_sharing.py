@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from cache_support import Lease, NewCache
 
-from aengine.errors import OutOfPagesError, PageAccountingError
+from aengine.errors import OutOfPagesError, PageAccountingError, StaleLeaseError
+from statemachines.policy import Operation
 
 PROMPT = [1, 2, 3, 4, 5, 6]
 
@@ -45,6 +46,23 @@ def test_a_copy_that_finds_no_page_changes_nothing(new_cache: NewCache, lease: L
     cache.check_integrity()
     cache.free(lease, leader)
     assert cache.extend(lease, fork, 7) == ()
+
+
+class LeaseWithoutCopies(Lease):
+    def check(self, operation: Operation) -> None:
+        if operation is Operation.COPY_ON_WRITE:
+            raise StaleLeaseError("no copies")
+
+
+def test_a_copy_needs_a_permission_of_its_own(new_cache: NewCache, lease: Lease) -> None:
+    cache = new_cache()
+    leader = cache.alloc(lease, "0", PROMPT)
+    fork = cache.fork(lease, leader, "1")
+    with pytest.raises(StaleLeaseError, match="no copies"):
+        cache.extend(LeaseWithoutCopies(), fork, 7)
+    assert (fork.length, fork.pages) == (6, leader.pages)
+    cache.free(lease, leader)
+    assert cache.extend(LeaseWithoutCopies(), fork, 7) == (), "it has the page to itself"
 
 
 def test_asking_again_for_slots_that_exist_copies_nothing_more(new_cache: NewCache, lease: Lease) -> None:

@@ -30,7 +30,17 @@ class FakeEngine:
         if self.failure is not None:
             raise self.failure
         self.version += 1
-        return WeightUpdateAck(self.version, self.version - 1, "digest", train_step, "wait", 0, 0, 0.0)
+        return WeightUpdateAck(
+            policy_version=self.version,
+            previous=self.version - 1,
+            digest="digest",
+            train_step=train_step,
+            mode="wait",
+            casts={},
+            pages_invalidated=0,
+            requests_affected=0,
+            seconds=0.0,
+        )
 
 
 def optimizer_of(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
