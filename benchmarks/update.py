@@ -30,6 +30,8 @@ from benchmarks.report import Figure, at_most, plain, report
 from statemachines.policy import PolicyState
 
 MODEL = "smollm2-135m"
+PAGE_SIZE = 4
+CHAIN = 100  # pages of one prefix that fills the tiny model's pool
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -85,7 +87,7 @@ async def pause_of(events: EventStream) -> float:
 async def measure_tiny(num_pages: int, cached: bool, rounds: int) -> float:
     """Median milliseconds of an update on a tiny model, with all pages cached or none."""
     model = tiny_checkpoint(0, num_hidden_layers=1, num_key_value_heads=1, hidden_size=8, head_dim=2)
-    config = EngineConfig(num_pages=num_pages, page_size=2, max_num_seqs=4, max_model_len=512)
+    config = EngineConfig(num_pages=num_pages, page_size=PAGE_SIZE, max_num_seqs=4, max_model_len=512)
     tensors = random_tensors(model.spec, 1)
     spans = []
     async with Engine(model, config) as engine:
@@ -99,9 +101,6 @@ async def measure_tiny(num_pages: int, cached: bool, rounds: int) -> float:
     return 1e3 * median(spans)
 
 
-CHAIN = 200
-
-
 def fill(engine: Engine, num_pages: int) -> None:
     """Index chains of pages until the pool is full, as if so many prompts had been computed."""
     parts = engine._opened()
@@ -109,7 +108,7 @@ def fill(engine: Engine, num_pages: int) -> None:
     assert lease is not None
     with lease:
         for chain in range(num_pages // CHAIN):
-            tokens = [chain % 64, chain // 64 % 64, chain // 4096 % 64, 0] + [1] * (2 * CHAIN - 4)
+            tokens = [chain % 64, chain // 64 % 64, chain // 4096 % 64, 0] + [1] * (PAGE_SIZE * CHAIN - 4)
             state = parts.cache.alloc(lease, f"fill {chain}", tokens)
             parts.cache.publish(lease, state, tokens, len(tokens))
             parts.cache.free(lease, state)
