@@ -280,9 +280,13 @@ class Transaction:
     def failure(self, update: PendingUpdate, reason: str) -> WeightUpdateError:
         return WeightUpdateError(update.stage, self.gate.state.value, reason)
 
+    def is_torn(self, update: PendingUpdate) -> bool:
+        """Whether a failed update is what fenced the engine, or left it fenced after it had begun to write."""
+        return self.gate.fence is not None and update.stage in ("swap", "commit")
+
     def record_failure(self, update: PendingUpdate, error: BaseException) -> None:
         """Every update that did not commit ends in a record of why, when Swapping has been left."""
-        torn = self.gate.fence is not None and update.stage in ("swap", "commit")
+        torn = self.is_torn(update)
         stage = update.stage if isinstance(error, EngineError) else "cancelled"
         self.journal.append(FailureRecord(update=update.ordinal, stage=stage, torn=torn, reason=_reason(error)))
 

@@ -127,7 +127,7 @@ class WeightUpdater:
 
     def _account_for(self, update: PendingUpdate, seconds: float) -> None:
         """One line in the log, and the totals."""
-        torn = self._transaction.gate.fence is not None and update.stage in ("swap", "commit")
+        torn = self._transaction.is_torn(update)
         outcome: UpdateOutcome = "committed" if update.ack is not None else "fenced" if torn else "failed"
         so_far = self.totals.get(outcome, UpdateTotals())
         self.totals[outcome] = UpdateTotals(so_far.count + 1, so_far.seconds + seconds)
