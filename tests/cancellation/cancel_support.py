@@ -16,7 +16,7 @@ from torch import Tensor
 
 from aengine import Engine, EngineConfig, RequestOutput, SamplingParams
 from aengine.audit.oracle import oracle_logprobs
-from aengine.testing import random_tensors, tiny_checkpoint
+from aengine.testing import random_tensors, tiny_checkpoint, until
 from statemachines.policy import PolicyState
 
 __all__ = [
@@ -139,8 +139,7 @@ def assert_made_by(output: RequestOutput, weights: int, version: int) -> None:
 async def until_idle(engine: Engine) -> None:
     """Wait until all pages are given back; a leak would run into the time limit."""
     with anyio.fail_after(20):
-        while engine.stats().pages.live or engine.stats().num_running or engine.stats().num_waiting:
-            await anyio.lowlevel.checkpoint()
+        await until(lambda: not (engine.stats().pages.live or engine.stats().num_running or engine.stats().num_waiting))
     engine._opened().cache.check_integrity()
 
 

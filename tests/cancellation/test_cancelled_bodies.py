@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from aengine import Engine, EngineConfig, EngineInvalidatedError, RequestFailedError, SamplingParams
 from aengine.audit.oracle import oracle_logprobs
 from aengine.model.spec import ModelSpec
-from aengine.testing import TINY
+from aengine.testing import TINY, until
 from statemachines.policy import PolicyState
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3)
@@ -73,8 +73,8 @@ async def one_blow(kind: str, at: int) -> tuple[Ended, Blow]:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(request, engine)
             ended = await call_under(kind, blow, partial(update_in_body, engine, module, done))
-        while engine.state is PolicyState.SWAPPING:  # a native cancellation does not wait for the update to end
-            await anyio.lowlevel.checkpoint()
+        # a native cancellation does not wait for the update to end
+        await until(lambda: engine.state is not PolicyState.SWAPPING)
         assert engine.state in (PolicyState.SERVING, PolicyState.INVALIDATED)
         if engine.state is PolicyState.INVALIDATED:
             assert done[:1] == ["written"], "only a body that has written may fence"

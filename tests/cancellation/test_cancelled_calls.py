@@ -29,6 +29,7 @@ from cancel_support import (
 from aengine import Engine, EngineClosedError, RequestOutput, SamplingParams
 from aengine.errors import EngineDeadError, EngineError
 from aengine.policy.ledger_check import check_ledger
+from aengine.testing import until
 from statemachines.policy import PolicyState
 
 WAYS = [*strikes_on("asyncio"), *strikes_on("trio")]
@@ -113,8 +114,7 @@ def test_a_pause_cancelled_at_each_wait_is_lifted(way: tuple[str, str], mode: An
 
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(rollout)
-                    while not engine.stats().num_running:
-                        await anyio.lowlevel.checkpoint()
+                    await until(lambda: engine.stats().num_running)
                     ended = await call_under(way[1], blow, lambda: engine.pause_generation(mode))
                     has_struck = blow.has_struck
                     assert engine.is_paused() != ended.was_cancelled
@@ -144,12 +144,10 @@ async def busy(engine: Engine, tasks: Any, ended: list[Ended]) -> None:
             ended.append(end)
 
     tasks.start_soon(tell, lambda: engine.generate(PROMPT, SamplingParams(max_tokens=200)))
-    while engine.stats().num_sampled_tokens < 1:
-        await anyio.lowlevel.checkpoint()
+    await until(lambda: engine.stats().num_sampled_tokens >= 1)
     tasks.start_soon(tell, lambda: engine.update_weights(WEIGHTS[1]))
     tasks.start_soon(tell, lambda: engine.update_weights(WEIGHTS[2]))
-    while engine.state is not PolicyState.DRAINING:
-        await anyio.lowlevel.checkpoint()
+    await until(lambda: engine.state is PolicyState.DRAINING)
     tasks.start_soon(tell, lambda: engine.generate(PROMPT, LONG))
     tasks.start_soon(tell, engine.pause_generation)
     for _ in range(3):
@@ -237,8 +235,7 @@ def test_a_loop_that_is_cancelled_natively_at_each_wait_leaves_nobody_waiting(lo
             with anyio.fail_after(20):
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(tell, "first", lambda: engine.generate(PROMPT, LONG))
-                    while not (engine.stats().num_sampled_tokens or ended or blow.has_struck):
-                        await anyio.lowlevel.checkpoint()
+                    await until(lambda: engine.stats().num_sampled_tokens or ended or blow.has_struck)
                     tasks.start_soon(tell, "update", lambda: engine.update_weights(WEIGHTS[1]))
                     tasks.start_soon(tell, "update", lambda: engine.update_weights(WEIGHTS[2]))
                     tasks.start_soon(tell, "second", lambda: engine.generate(PROMPT, GREEDY))

@@ -26,6 +26,7 @@ from aengine import Engine, RequestOutput
 from aengine.errors import RequestFailedError
 from aengine.policy.ledger_check import check_ledger
 from aengine.policy.pending import PendingUpdate
+from aengine.testing import until
 
 WAYS = [*strikes_on("asyncio"), *strikes_on("trio")]
 HOW = [
@@ -103,12 +104,10 @@ async def update_beside_a_request(
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(rollout)
-        while engine.stats().num_sampled_tokens < sampled + 2:
-            await anyio.lowlevel.checkpoint()
+        await until(lambda: engine.stats().num_sampled_tokens >= sampled + 2)
         ended = await make(lambda: engine.update_weights(source, mode=mode, kv=kv))  # type: ignore[arg-type]
         with anyio.fail_after(20):
-            while engine._opened().updater._current is not None:
-                await anyio.lowlevel.checkpoint()
+            await until(lambda: engine._opened().updater._current is None)
     return ended, outputs
 
 

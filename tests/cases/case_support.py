@@ -13,7 +13,7 @@ import torch
 
 from aengine import CompletionOutput, Engine, EngineConfig, RequestOutput, SamplingParams
 from aengine.audit.oracle import oracle_logprobs
-from aengine.testing import random_tensors, tiny_checkpoint
+from aengine.testing import random_tensors, tiny_checkpoint, until
 
 PAGE = 4
 MODEL = tiny_checkpoint(0)
@@ -57,14 +57,12 @@ def same_samples(a: RequestOutput, b: RequestOutput) -> bool:
 
 async def until_idle(engine: Engine) -> None:
     """Wait until all pages are given back; a leak would run into the test's timeout."""
-    while engine.stats().pages.live:
-        await anyio.lowlevel.checkpoint()
+    await until(lambda: not engine.stats().pages.live)
     assert (engine.stats().num_running, engine.stats().num_waiting) == (0, 0)
 
 
 async def until_running(engine: Engine, count: int = 1) -> None:
-    while engine.stats().num_running < count:
-        await anyio.lowlevel.checkpoint()
+    await until(lambda: engine.stats().num_running >= count)
 
 
 def both_backends(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:

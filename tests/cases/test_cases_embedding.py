@@ -30,7 +30,7 @@ from aengine import (
     SamplingParams,
 )
 from aengine.errors import InsideWeightUpdateError, RequestFailedError, RequestIdInUseError
-from aengine.testing import TINY, FaultInjector
+from aengine.testing import TINY, FaultInjector, until
 from statemachines.policy import PolicyState
 
 CONFIG = EngineConfig(page_size=4, num_pages=64, check_integrity=True)
@@ -127,8 +127,7 @@ async def test_p5_the_event_loop_turns_while_a_step_computes() -> None:
         hold = faults.hold("forward", at=1)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(engine.generate, [1, 2], GREEDY)
-            while not hold.reached.is_set():
-                await anyio.lowlevel.checkpoint()
+            await until(hold.reached.is_set)
             for _ in range(100):  # a step is under way all this time
                 await anyio.lowlevel.checkpoint()
             assert engine.stats().num_running == 1

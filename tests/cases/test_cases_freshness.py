@@ -12,7 +12,7 @@ from case_support import GREEDY, PAGE, WEIGHTS, HookedRunner, assert_made_by, bo
 from aengine import RequestOutput, SamplingParams, WeightUpdateAck, WeightUpdateError
 from aengine.errors import StaleVersionError
 from aengine.outputs import KVSpan, VersionSpan
-from aengine.testing import FaultInjector
+from aengine.testing import FaultInjector, until
 from statemachines.policy import PolicyState
 
 
@@ -54,8 +54,7 @@ async def test_a5_a_prefix_found_before_an_update_is_not_used_after_it(variant: 
             tasks.start_soon(run, [*prefix, 2], 4)
             if variant == "update":
                 tasks.start_soon(engine.update_weights, WEIGHTS[1])
-                while engine.state is not PolicyState.DRAINING:
-                    await anyio.lowlevel.checkpoint()
+                await until(lambda: engine.state is PolicyState.DRAINING)
             may_run.set()
         waited = next(result for result in results if result.prompt_token_ids[-1] == 2)
         version = 1 if variant == "update" else 0
@@ -198,8 +197,7 @@ async def test_d5_an_update_has_no_other_effect() -> None:
                 acks.append(await engine.update_weights(WEIGHTS[1]))
 
             tasks.start_soon(update)
-            while engine.state is not PolicyState.DRAINING:
-                await anyio.lowlevel.checkpoint()
+            await until(lambda: engine.state is PolicyState.DRAINING)
             hold.release()
         ack = acks[0]
     assert ack.requests_affected == 4

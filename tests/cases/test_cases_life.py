@@ -26,7 +26,7 @@ from case_support import (
 from aengine import Engine, EngineClosedError, EngineConfig, RequestOutput, SamplingParams
 from aengine.errors import QueueFullError, RequestFailedError, RequestIdInUseError
 from aengine.loops import call_soon
-from aengine.testing import FaultInjector
+from aengine.testing import FaultInjector, until
 from statemachines.policy import PolicyState
 
 
@@ -54,8 +54,7 @@ async def test_b1_an_update_with_a_full_queue_ends(mode: str) -> None:
                     tasks.start_soon(run, first)
                 await until_running(engine, 3)
                 tasks.start_soon(update)
-                while engine.state is not PolicyState.DRAINING:
-                    await anyio.lowlevel.checkpoint()
+                await until(lambda: engine.state is PolicyState.DRAINING)
                 hold.release()
     started, waited = [o for o in outputs if 0 in versions(o)], [o for o in outputs if 0 not in versions(o)]
     assert (len(started), len(waited)) == (3, 5)
@@ -85,17 +84,14 @@ async def test_b3_requests_submitted_during_the_swap_itself_are_held_for_the_new
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(run, 0)
-            while not step.reached.is_set():
-                await anyio.lowlevel.checkpoint()
+            await until(step.reached.is_set)
             tasks.start_soon(engine.update_weights, WEIGHTS[1])
-            while engine.state is not PolicyState.DRAINING:
-                await anyio.lowlevel.checkpoint()
+            await until(lambda: engine.state is PolicyState.DRAINING)
             for number in (1, 2, 3):
                 tasks.start_soon(run, number)
             await anyio.wait_all_tasks_blocked()
             step.release()
-            while not swap.reached.is_set():
-                await anyio.lowlevel.checkpoint()
+            await until(swap.reached.is_set)
             assert engine.state is PolicyState.SWAPPING and set(outputs) == {0}
             for number in (4, 5, 6):
                 tasks.start_soon(run, number)
@@ -195,8 +191,7 @@ async def test_f3_an_abort_in_the_step_of_the_last_token_gives_one_outcome() -> 
         faults.attach(engine)
         hold = faults.hold("forward", at=8)
         async with engine.stream([1, 2], GREEDY, request_id="a") as stream:
-            while not hold.reached.is_set():
-                await anyio.lowlevel.checkpoint()
+            await until(hold.reached.is_set)
             await engine.abort("a")
             await engine.abort("a")
             before = engine.stats().num_sampled_tokens

@@ -13,6 +13,7 @@ from case_support import GREEDY, WEIGHTS, assert_made_by, both_backends, new_eng
 from aengine import Engine, EngineInvalidatedError, RequestOutput, SamplingParams, WeightUpdateError
 from aengine.cache.allocator import Allocator
 from aengine.errors import IllegalTransitionError, PageAccountingError
+from aengine.testing import until
 from statemachines.policy import PolicyState, Trigger
 
 LONG = SamplingParams(temperature=0, max_tokens=240)
@@ -71,8 +72,7 @@ async def timed_out(engine: Engine, went_on: list[str]) -> None:
 
 
 async def until_state(engine: Engine, state: PolicyState) -> None:
-    while engine.state is not state:
-        await anyio.lowlevel.checkpoint()
+    await until(lambda: engine.state is state)
 
 
 @pytest.mark.parametrize("cancel", [cancelled_by_scope, timed_out])

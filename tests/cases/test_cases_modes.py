@@ -32,6 +32,7 @@ from aengine.audit.oracle import oracle_logprobs
 from aengine.errors import RequestFailedError
 from aengine.model.checkpoint import save_checkpoint
 from aengine.outputs import KVSpan, VersionSpan
+from aengine.testing import until
 from statemachines.policy import PolicyState
 
 LONG = SamplingParams(temperature=0, max_tokens=20)
@@ -62,8 +63,7 @@ async def started_after(engine: Engine, tokens: int, outputs: list[RequestOutput
 
     tasks.start_soon(run)
     await until_running(engine)
-    while engine.stats().num_sampled_tokens < tokens:
-        await anyio.lowlevel.checkpoint()
+    await until(lambda: engine.stats().num_sampled_tokens >= tokens)
     return steps
 
 
@@ -74,8 +74,7 @@ async def start_update(engine: Engine, tasks: Any, weights: int, **options: Any)
         await engine.update_weights(WEIGHTS[weights], **options)
 
     tasks.start_soon(update)
-    while engine.state is not PolicyState.DRAINING:
-        await anyio.lowlevel.checkpoint()
+    await until(lambda: engine.state is PolicyState.DRAINING)
 
 
 @pytest.mark.parametrize("kind", ["update", "reset"])

@@ -19,7 +19,7 @@ from case_support import (
 
 from aengine import Engine, PromptError, RequestOutput, SamplingParams
 from aengine.errors import RequestFailedError
-from aengine.testing import FaultInjector
+from aengine.testing import FaultInjector, until
 
 
 def assert_idle(engine: Engine) -> None:
@@ -87,8 +87,7 @@ async def test_g1_pages_are_conserved_over_a_long_mixed_run() -> None:
         async with anyio.create_task_group() as tasks:
             for number in range(300):
                 tasks.start_soon(limited, number)
-        while engine.stats().pages.live:
-            await anyio.lowlevel.checkpoint()
+        await until(lambda: not engine.stats().pages.live)
         assert_idle(engine)
         assert engine.stats().num_preemptions > 0
         await engine.update_weights(WEIGHTS[1])

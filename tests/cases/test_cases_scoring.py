@@ -17,6 +17,7 @@ from aengine import Engine, PromptError, RequestOutput, SamplingParams
 from aengine.audit.oracle import oracle_logits
 from aengine.conversation import Conversation
 from aengine.errors import RequestFailedError, TokenizerMissingError, TokenMaskError
+from aengine.testing import until
 
 PROMPT = list(range(5, 5 + 2 * PAGE + 1))
 RICH = SamplingParams(
@@ -116,11 +117,9 @@ async def test_e3_a_score_that_an_update_overtakes_is_of_one_version(kv: Any) ->
                 scores.extend(await engine.score([(PROMPT, response)]))
 
             tasks.start_soon(score)
-            targets = None
-            while targets is None or not targets.results:
-                await anyio.lowlevel.checkpoint()
-                running = list(engine._opened().planner._running.values())
-                targets = running[0].targets if running else None
+            running = engine._opened().planner._running
+            await until(lambda: any(request.targets and request.targets.results for request in running.values()))
+            (targets,) = (request.targets for request in running.values())
             await engine.pause_generation("keep")
             assert 0 < len(targets.results) < len(response)
             await engine.update_weights(WEIGHTS[1], mode="keep", kv=kv)

@@ -15,7 +15,7 @@ from aengine.audit.oracle import oracle_logprobs
 from aengine.errors import InsideWeightUpdateError, RequestFailedError
 from aengine.model.spec import ModelSpec
 from aengine.rl import PolicyTracker
-from aengine.testing import TINY
+from aengine.testing import TINY, until
 from statemachines.policy import PolicyState
 
 SPEC = ModelSpec.from_config(TINY)
@@ -147,8 +147,7 @@ async def test_a_body_waits_for_running_requests_by_mode() -> None:
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(run)
-            while not engine.stats().num_running:
-                await anyio.lowlevel.checkpoint()
+            await until(lambda: engine.stats().num_running)
             async with engine.weight_update(mode="keep"):
                 take_step(module, optimizer)
         sample = outputs[0].outputs[0]

@@ -19,7 +19,7 @@ from attrs import Factory, define
 from aengine import Engine, EngineConfig, RequestOutput, SamplingParams
 from aengine.errors import RequestFailedError
 from aengine.signal import Signal
-from aengine.testing import FaultInjector, random_tensors, tiny_checkpoint
+from aengine.testing import FaultInjector, random_tensors, tiny_checkpoint, until
 
 NUM_REQUESTS, NUM_UPDATES = (20_000, 40) if os.environ.get("AENGINE_SOAK") == "full" else (2_000, 4)
 NUM_CALLERS = 150
@@ -54,8 +54,7 @@ class Soak:
                 tasks.start_soon(self._call, last)
             for number in range(num_updates):
                 await self._update_after(last - num_requests + (number + 1) * num_requests // (num_updates + 1))
-        while self.engine.stats().pages.live:
-            await anyio.lowlevel.checkpoint()
+        await until(lambda: not self.engine.stats().pages.live)
 
     async def _update_after(self, begun: int) -> None:
         while self.num_begun < begun:

@@ -7,7 +7,7 @@ import pytest
 
 from aengine import Engine, EngineConfig, PromptError, QueueFullError, RequestOutput, SamplingParams
 from aengine.errors import RequestFailedError
-from aengine.testing import FaultInjector, tiny_checkpoint
+from aengine.testing import FaultInjector, tiny_checkpoint, until
 
 MODEL = tiny_checkpoint()
 LONG = SamplingParams(max_tokens=200, seed=0)
@@ -18,8 +18,7 @@ def new_engine(**fields: object) -> Engine:
 
 
 async def until_idle(engine: Engine) -> None:
-    while engine.stats().pages.live or engine.stats().num_waiting:
-        await anyio.lowlevel.checkpoint()
+    await until(lambda: not (engine.stats().pages.live or engine.stats().num_waiting))
 
 
 # ---- results as they come
@@ -136,8 +135,7 @@ async def test_one_that_is_cancelled_in_line_gives_its_turn_to_the_next() -> Non
         entered: list[int] = []
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(engine.generate, [1], SamplingParams(max_tokens=2))
-            while not hold.reached.is_set():
-                await anyio.lowlevel.checkpoint()
+            await until(hold.reached.is_set)
             tasks.start_soon(
                 engine.generate,
                 [2],

@@ -3,12 +3,11 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import anyio
 import pytest
 
 from aengine import Engine, EngineConfig, SamplingParams, WeightUpdateError
 from aengine.errors import LedgerError, RequestFailedError
-from aengine.testing import FaultInjector, FaultPoint, random_tensors, tiny_checkpoint
+from aengine.testing import FaultInjector, FaultPoint, random_tensors, tiny_checkpoint, until
 
 MODEL = tiny_checkpoint()
 WEIGHTS = random_tensors(MODEL.spec, 1)
@@ -111,8 +110,7 @@ async def test_a_hold_stops_the_engine_until_it_is_released() -> None:
         faults.attach(engine)
         hold = faults.hold("forward", at=3)
         async with engine.stream([1, 2], SHORT) as stream:
-            while not hold.reached.is_set():
-                await anyio.lowlevel.checkpoint()
+            await until(hold.reached.is_set)
             assert engine.stats().num_sampled_tokens == 2
             hold.release()
             assert len((await stream.output()).outputs[0].token_ids) == 4

@@ -11,7 +11,7 @@ import pytest
 
 from aengine import Engine, EngineConfig, EngineDeadError, SamplingParams, WeightUpdateError
 from aengine.errors import EngineClosedError, EngineInvalidatedError, PageAccountingError, RequestFailedError
-from aengine.testing import FaultInjector, random_tensors, tiny_checkpoint
+from aengine.testing import FaultInjector, random_tensors, tiny_checkpoint, until
 
 MODEL = tiny_checkpoint()
 WEIGHTS = random_tensors(MODEL.spec, 1)
@@ -36,8 +36,7 @@ async def test_a_dead_loop_tells_every_waiter_and_every_later_call(loop: str) ->
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(expect, RequestFailedError, engine.generate([1], LONG))
                 tasks.start_soon(expect, RequestFailedError, engine.generate([2], LONG))
-                while not hold.reached.is_set():
-                    await anyio.lowlevel.checkpoint()
+                await until(hold.reached.is_set)
                 tasks.start_soon(expect, EngineDeadError, engine.pause_generation())
                 await anyio.wait_all_tasks_blocked()
                 if loop == "scheduler":

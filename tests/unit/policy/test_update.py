@@ -35,6 +35,7 @@ from aengine.policy.update import Transaction
 from aengine.policy.updater import WeightUpdater
 from aengine.policy.version import PolicyVersion
 from aengine.signal import Signal
+from aengine.testing import until
 from aengine.worker import Worker
 from statemachines.policy import PolicyState
 
@@ -171,8 +172,7 @@ class Bench:
         return await self.updater.submit(PendingUpdate(tensors, **fields))  # type: ignore[arg-type]
 
     async def until(self, state: PolicyState) -> None:
-        while self.gate.state is not state:
-            await anyio.lowlevel.checkpoint()
+        await until(lambda: self.gate.state is state)
 
     def finish_requests(self) -> None:
         self.target.started = 0
