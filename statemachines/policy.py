@@ -16,6 +16,7 @@ from transitions import Machine, MachineError
 __all__ = [
     "INITIAL",
     "PERMISSIONS",
+    "PERMITTED",
     "TRANSITIONS",
     "IllegalTransitionError",
     "Operation",
@@ -28,6 +29,8 @@ __all__ = [
 
 
 class PolicyState(StrEnum):
+    __hash__ = str.__hash__  # the members are keys that every cache operation looks up; that of Enum is Python code
+
     SERVING = "Serving"
     DRAINING = "Draining"
     SWAPPING = "Swapping"
@@ -46,6 +49,8 @@ class Trigger(StrEnum):
 
 class Operation(StrEnum):
     """What wants to run. The first eleven need a lease on a stable version; the table says which state permits them."""
+
+    __hash__ = str.__hash__
 
     LOOKUP = "prefix lookup"
     ALLOC = "alloc (admit a new request)"
@@ -120,8 +125,14 @@ PERMISSIONS: dict[Operation, frozenset[PolicyState]] = {
 }
 
 
+PERMITTED: dict[PolicyState, frozenset[Operation]] = {
+    state: frozenset(operation for operation, states in PERMISSIONS.items() if state in states) for state in PolicyState
+}
+"""The same table by state."""
+
+
 def permits(state: PolicyState, operation: Operation) -> bool:
-    return state in PERMISSIONS[operation]
+    return operation in PERMITTED[state]
 
 
 class IllegalTransitionError(Exception):
@@ -145,8 +156,8 @@ class PolicyMachine:
         self._weights_known = True
         self._machine = Machine(
             model=self,
-            states=[state.value for state in PolicyState],
-            initial=INITIAL.value,
+            states=PolicyState,
+            initial=INITIAL,
             auto_transitions=False,
             queued=False,
             send_event=True,
@@ -154,12 +165,13 @@ class PolicyMachine:
         )
         for row in TRANSITIONS:
             self._machine.add_transition(
-                row.trigger.value, row.source.value, row.dest.value, conditions=row.guard.value if row.guard else None
+                row.trigger.value, row.source, row.dest, conditions=row.guard.value if row.guard else None
             )
 
     @property
     def state(self) -> PolicyState:
-        return PolicyState(self._state)  # type: ignore[attr-defined]
+        state: PolicyState = self._state  # type: ignore[attr-defined]
+        return state
 
     def entered_from_draining(self, _: Any = None) -> bool:
         return self._entered_swapping_from is PolicyState.DRAINING

@@ -10,6 +10,8 @@ __all__ = ["REQUEST_INITIAL", "REQUEST_TRANSITIONS", "RequestState", "RequestTra
 
 
 class RequestState(StrEnum):
+    __hash__ = str.__hash__  # the members are keys of a look-up that every request makes; that of Enum is Python code
+
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
@@ -17,6 +19,8 @@ class RequestState(StrEnum):
 
 
 class RequestTrigger(StrEnum):
+    __hash__ = str.__hash__
+
     ADMIT = "admit"
     PREEMPT = "preempt"
     READMIT = "readmit"

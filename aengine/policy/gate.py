@@ -14,7 +14,7 @@ from aengine.policy.lease import StableLease
 from aengine.policy.ledger_records import TransitionRecord
 from aengine.policy.version import PolicyVersion
 from aengine.signal import Signal
-from statemachines.policy import Operation, PolicyMachine, PolicyState, Trigger, permits
+from statemachines.policy import PERMITTED, Operation, PolicyMachine, PolicyState, Trigger
 
 __all__ = ["Condition", "PolicyGate"]
 
@@ -31,6 +31,8 @@ class PolicyGate:
 
     def __init__(self, version: PolicyVersion, changed: Signal | None = None) -> None:
         self._machine = PolicyMachine()
+        self.permitted = PERMITTED[self._machine.state]
+        """What the present state permits; only `_fire` changes it."""
         self._observers: list[Callable[[TransitionRecord], object]] = []
         self._version = version
         self._epoch = 0
@@ -99,7 +101,14 @@ class PolicyGate:
 
         It must end before the next `await`.
         """
-        return self._hand_out() if permits(self.state, Operation.INVALIDATE) else None
+        return self._hand_out() if Operation.INVALIDATE in self.permitted else None
+
+    def try_reading_lease(self) -> StableLease | None:
+        """A lease to read the installed weights with, also where generation is held; None while an update is at its
+        swap or the weights are unknown. An update that comes to its swap waits for it."""
+        if self.state is PolicyState.DRAINING and not self._is_updating:
+            return self._hand_out()
+        return self.try_lease()
 
     def bump_epoch(self, lease: StableLease) -> int:
         """For `StableLease.bump_epoch`."""
@@ -258,6 +267,7 @@ class PolicyGate:
     ) -> None:
         """Take a transition and tell the observers. A commit installs `version`, which ends a fence."""
         row = self._machine.fire(trigger)
+        self.permitted = PERMITTED[row.dest]
         if version is not None:
             self._version = version
         if version is not None or fence is not None:

@@ -9,7 +9,7 @@ from attrs import define, field
 
 from aengine.errors import StaleLeaseError
 from aengine.policy.version import PolicyVersion
-from statemachines.policy import Operation, permits
+from statemachines.policy import Operation
 
 if TYPE_CHECKING:
     from aengine.policy.gate import PolicyGate
@@ -32,7 +32,7 @@ class StableLease:
         """Raise `StaleLeaseError` unless this lease is alive and the present state permits `operation`."""
         if self.ended:
             raise StaleLeaseError(f"{operation.value!r} with a lease on version {self.version.number} that has ended")
-        if not permits(self._gate.state, operation):
+        if operation not in self._gate.permitted:
             raise StaleLeaseError(f"{operation.value!r} is not permitted in state {self._gate.state.value}")
 
     @property

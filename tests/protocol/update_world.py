@@ -213,7 +213,7 @@ def on_step_kernel(patch: pytest.MonkeyPatch, kernel: Callable[[], Kernel]) -> I
 
     def new_machine() -> PolicyMachine:
         """The same one again as it was when new: making one takes longer than all the rest of a world."""
-        machine.__dict__.update(_state=INITIAL.value, _entered_swapping_from=None, _weights_known=True)
+        machine.__dict__.update(_state=INITIAL, _entered_swapping_from=None, _weights_known=True)
         return machine
 
     patch.setattr("aengine.policy.gate.PolicyMachine", new_machine)
