@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from functools import partial
 from types import TracebackType
 
 from attrs import Factory, define, field
@@ -24,20 +23,23 @@ class Gathering:
     It is to be made before they are submitted."""
 
     requests: Sequence[Request]
+    _indices: dict[int, int] = field(init=False)
+    """Of each request, by its `id`: a bound callback for each would be an object more for each."""
     _num_left: int = field(init=False)
     _ended: deque[int] = Factory(deque)
     _progress: Signal = Factory(Signal)
 
     def __attrs_post_init__(self) -> None:
         self._num_left = len(self.requests)
-        for index, request in enumerate(self.requests):
-            request.on_progress = partial(self._look_at, index)
+        self._indices = {id(request): index for index, request in enumerate(self.requests)}
+        look_at = self._look_at
+        for request in self.requests:
+            request.on_progress = look_at
 
-    def _look_at(self, index: int) -> None:
-        request = self.requests[index]
+    def _look_at(self, request: Request) -> None:
         if request.is_finished:
             request.on_progress = _nothing
-            self._ended.append(index)
+            self._ended.append(self._indices[id(request)])
             self._progress.set()
 
     async def next(self) -> int | None:
@@ -122,5 +124,5 @@ def submit_all(
             raise
 
 
-def _nothing() -> None:
+def _nothing(_: Request) -> None:
     """For requests that have ended."""

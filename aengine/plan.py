@@ -111,20 +111,27 @@ class Planner:
         while self._line and not self.is_full:
             request = self._line.popitem(0)[1].request
             self._enqueue(request)
-            request.on_progress()
+            request.on_progress(request)
 
     def finish(self, sample: Sample, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End a sample now; pages it holds are given back under the next lease."""
         if sample.is_finished:
             return
-        for queue in (self._line, self._waiting, self._set_aside, self._running):
-            queue.pop(sample.key, None)
+        self._leave(sample)
         self._num_alive -= sample.request.is_queued
         self.num_mixed_policy_samples += sample.provenance.is_mixed
         sample.finish(reason, stop_reason)
         self._fill_queue()
         if sample.cache is not None:
             self._to_free.append(sample)
+
+    def _leave(self, sample: Sample) -> None:
+        """Take a sample out of the queue it is in, if it is in one."""
+        is_running = sample.state is RequestState.RUNNING
+        key = sample.key
+        for queue in (self._running,) if is_running else (self._waiting, self._set_aside, self._line):
+            if queue.pop(key, None) is not None:
+                return
 
     def carry_over(self, kv: KVOnUpdate) -> None:
         """A new version is about to be committed: what runs goes on under it, its KV computed again or kept as it is.
@@ -258,8 +265,7 @@ class Planner:
         return True
 
     def _run(self, sample: Sample, cache: TaskCacheState) -> None:
-        for queue in (self._waiting, self._set_aside):
-            queue.pop(sample.key, None)
+        self._leave(sample)
         self._fill_queue()
         preempted = sample.state is RequestState.PREEMPTED
         sample.follow(RequestTrigger.READMIT if preempted else RequestTrigger.ADMIT)

@@ -4,40 +4,60 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attrs import Factory, define
+from attrs import define
 
 from aengine.outputs import KVSpan, VersionSpan
 
 __all__ = ["Provenance"]
 
+UNATTENDED = -1
 
-@define
+
+@define(eq=False)
 class _Stretch:
     """Positions `start` to `end` of the context that lies in the cache now, computed under `version`."""
 
     version: int
     start: int
     end: int
+    first_token: int = UNATTENDED
+    """The output token that attended to it first; every one after it has done so, too."""
+    attended_end: int = 0
+    """What `end` was when the last token attended to it."""
+
+    def span(self, num_tokens: int) -> KVSpan:
+        return KVSpan(self.version, self.start, self.attended_end, self.first_token, num_tokens)
 
 
 @define(eq=False)
 class Provenance:
-    """Kept while a sample runs. `computed` and `sampled` are called in the order in which things happened."""
+    """Kept while a sample runs. `computed` and `sampled` are called in the order in which things happened.
 
-    _context: list[_Stretch] = Factory(list)
-    _version_spans: list[VersionSpan] = Factory(list)
-    _kv_spans: list[KVSpan] = Factory(list)
+    There is one for every sample in the queue, and one call for every token, so what most never need is made when it is
+    needed: spans when they are asked for, or when something new begins.
+    """
+
+    _context: tuple[_Stretch, ...] = ()
+    _version: int | None = None
+    """Of the token that was sampled last."""
+    _version_start: int = 0
     _num_tokens: int = 0
+    _past_versions: tuple[VersionSpan, ...] = ()
+    _past_kv: tuple[KVSpan, ...] = ()
+    """Of context that has been given up."""
 
     @classmethod
     def continued(cls, version_spans: Sequence[VersionSpan], kv_spans: Sequence[KVSpan]) -> Provenance:
         """Of a sample whose tokens are there, and whose KV is to be computed again."""
-        num_tokens = max((span.end for span in version_spans), default=0)
-        return cls(version_spans=list(version_spans), kv_spans=list(kv_spans), num_tokens=num_tokens)
+        if not version_spans:
+            return cls(past_kv=tuple(kv_spans))
+        *past, last = version_spans
+        return cls((), last.version, last.start, last.end, tuple(past), tuple(kv_spans))
 
     def forget_context(self) -> None:
         """The sample's KV was given up and will be computed again."""
-        self._context.clear()
+        self._past_kv = self.kv_spans()
+        self._context = ()
 
     def computed(self, start: int, end: int, version: int) -> None:
         """KV of positions `start` to `end` is there, computed under `version` (by this sample, or found in the index,
@@ -49,40 +69,46 @@ class Provenance:
         if last is not None and last.version == version:
             last.end = end
         else:
-            self._context.append(_Stretch(version, start, end))
+            self._context += (_Stretch(version, start, end),)
 
     def share_context(self, other: Provenance) -> None:
         """This sample was forked from another, and attends to the same KV."""
-        self._context = [_Stretch(stretch.version, stretch.start, stretch.end) for stretch in other._context]
+        self._context = tuple(_Stretch(stretch.version, stretch.start, stretch.end) for stretch in other._context)
 
     def sampled(self, version: int) -> None:
         """A token was drawn under `version`, having attended to all KV there is now."""
         at = self._num_tokens
-        self._num_tokens += 1
-        spans = self._version_spans
-        if spans and spans[-1].version == version:
-            spans[-1] = VersionSpan(version, spans[-1].start, at + 1)
-        else:
-            spans.append(VersionSpan(version, at, at + 1))
+        if version != self._version:
+            self._past_versions = self.version_spans()
+            self._version, self._version_start = version, at
         for stretch in self._context:
-            self._attended(stretch, at)
+            if stretch.first_token == UNATTENDED:
+                stretch.first_token = self._attended_since(stretch, at)
+            stretch.attended_end = stretch.end
+        self._num_tokens = at + 1
 
-    def _attended(self, stretch: _Stretch, at: int) -> None:
-        """Lengthen the span of this stretch if the token before attended to it too, or begin one."""
-        for index, span in enumerate(self._kv_spans):
+    def _attended_since(self, stretch: _Stretch, at: int) -> int:
+        """`at`, or where the span began that this stretch continues: the same KV, given up and computed again since
+        the token before."""
+        for index, span in enumerate(self._past_kv):
             if (span.version, span.start, span.last_token) == (stretch.version, stretch.start, at):
-                self._kv_spans[index] = KVSpan(span.version, span.start, stretch.end, span.first_token, at + 1)
-                return
-        self._kv_spans.append(KVSpan(stretch.version, stretch.start, stretch.end, at, at + 1))
+                self._past_kv = self._past_kv[:index] + self._past_kv[index + 1 :]
+                return span.first_token
+        return at
 
     @property
     def is_mixed(self) -> bool:
         """Whether more than one version sampled its tokens or computed the KV they attended to."""
-        versions = {span.version for span in self._version_spans} | {span.version for span in self._kv_spans}
+        versions = {span.version for span in self.version_spans()} | {span.version for span in self.kv_spans()}
         return len(versions) > 1
 
     def version_spans(self) -> tuple[VersionSpan, ...]:
-        return tuple(self._version_spans)
+        if self._version is None:
+            return self._past_versions
+        return (*self._past_versions, VersionSpan(self._version, self._version_start, self._num_tokens))
 
     def kv_spans(self) -> tuple[KVSpan, ...]:
-        return tuple(self._kv_spans)
+        attended = [stretch for stretch in self._context if stretch.first_token != UNATTENDED]
+        if not attended:
+            return self._past_kv
+        return (*self._past_kv, *(stretch.span(self._num_tokens) for stretch in attended))

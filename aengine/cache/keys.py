@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+import sys
+from array import array
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -11,6 +13,7 @@ from aengine.errors import PromptError
 __all__ = ["IDENTITY", "TOKEN_BYTES", "Salt", "TokenIds", "root_identity", "token_bytes"]
 
 TOKEN_BYTES = 4
+IS_LITTLE_ENDIAN = sys.byteorder == "little"
 IDENTITY = struct.Struct("<q")
 
 
@@ -35,6 +38,8 @@ def token_bytes(token_ids: TokenIds) -> bytes:
 
     Raises `PromptError` for what is not an integer or does not fit.
     """
+    if isinstance(token_ids, array) and token_ids.typecode == "i" and IS_LITTLE_ENDIAN:
+        return token_ids.tobytes()
     values = token_ids if isinstance(token_ids, list | tuple) else _as_list(token_ids)
     try:
         return struct.pack(f"<{len(values)}i", *values)

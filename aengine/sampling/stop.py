@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable
 from typing import Literal
 
@@ -44,7 +45,7 @@ class StopRule:
     def of(cls, params: SamplingParams, eos_token_ids: Iterable[int], max_tokens: int) -> StopRule:
         """`max_tokens` is what model and pool allow; `params.max_tokens` may lower it."""
         limit = max_tokens if params.max_tokens is None else min(params.max_tokens, max_tokens)
-        return cls(ending_token_ids(params, eos_token_ids), params.min_tokens, limit)
+        return _shared_rule(params, tuple(eos_token_ids), limit)
 
     def check(self, token_id: int, num_tokens: int) -> Finish | None:
         """None to go on; `num_tokens` counts the new tokens, `token_id` (the last of them) included."""
@@ -53,3 +54,9 @@ class StopRule:
         if num_tokens >= self.max_tokens:
             return Finish("length")
         return None
+
+
+@functools.lru_cache(maxsize=64)
+def _shared_rule(params: SamplingParams, eos_token_ids: tuple[int, ...], limit: int) -> StopRule:
+    """The requests of a batch mostly have one rule, and thousands of them may wait."""
+    return StopRule(ending_token_ids(params, eos_token_ids), params.min_tokens, limit)

@@ -288,7 +288,7 @@ def test_places_in_a_full_queue_are_given_in_the_order_of_service() -> None:
     told: list[str] = []
     for priority in (0, 1, 1, 0, 1):
         request = harness.submit(Arrival(0, (1, 2), n=1, max_tokens=1, priority=priority, abort_after=None))
-        request.on_progress = lambda request=request: told.append(request.request_id)  # type: ignore[misc]
+        request.on_progress = lambda request: told.append(request.request_id)
     harness.abort(harness.requests[2])
     for _ in range(4):
         harness.step()
