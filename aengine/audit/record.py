@@ -1,65 +1,66 @@
 """What is written of a rollout: one JSON object a line, a header first.
 
 Log-probabilities are float32 values printed as the shortest decimal of the equal float64, so reading them back gives
-the same bits.
+the same bits. `docs/reference/rollout-format.md` describes every field.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
-import platform
+import math
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 import msgspec
-from attrs import asdict
 
+from aengine.audit.machine import MachineFacts, machine_facts
+from aengine.errors import RolloutFileError
 from aengine.model.checkpoint import Checkpoint
-from aengine.outputs import FinishReason, KVSpan, RequestOutput, VersionSpan
+from aengine.model.spec import ModelSpec
+from aengine.outputs import Alternatives, FinishReason, KVSpan, NumericsLabel, RequestOutput, VersionSpan
 from aengine.params import SamplingParams
 from aengine.policy.version import PolicyVersion
 from aengine.stats import EngineStats
 
 __all__ = [
     "FORMAT_VERSION",
-    "MachineFacts",
     "PolicyRecord",
     "Record",
     "RolloutHeader",
     "SampleRecord",
     "decode_record",
     "encode_record",
-    "machine_facts",
     "rollout_header",
+    "rollout_schema",
     "sample_records",
 ]
 
-FORMAT_VERSION = 1
-LIBRARIES = ("aengine-rollout", "torch", "numba", "numpy")
-
-
-class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Where samples were made: equal bits are promised on one machine only."""
-
-    system: str
-    processor: str
-    cpu_count: int
-    python: str
-    libraries: dict[str, str]
+FORMAT_VERSION: Final = 2
 
 
 class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
-    """What all samples of a file share. `params.seed` is the seed that those of the prompts are derived from."""
+    """What all samples of a file share."""
 
-    format_version: int = FORMAT_VERSION
+    format_version: Literal[2] = FORMAT_VERSION
     model: str
-    spec: dict[str, Any]
+    """Name of the checkpoint."""
+    spec: ModelSpec
+    eos_token_ids: tuple[int, ...]
+    """Token ids that end a sample unless `ignore_eos`, and that `min_tokens` bans."""
+    max_sequence_len: int
+    """Most tokens of one sample, its prompt included; a sample that reaches it ends with reason "length"."""
     policy: PolicyVersion
-    numerics: str
+    """Installed when the file was begun."""
+    dtype: str
+    """Type of weights, activations and KV."""
+    numerics: NumericsLabel
     products: dict[str, str]
+    """The strategy of each shape of matrix product, `"outputs x inputs"`."""
+    operators: dict[str, str]
+    """What computes each other operator."""
+    unverified: tuple[str, ...]
+    """Products and operators that do not hold, and what was seen of them; empty but where `numerics` is that."""
     params: SamplingParams
+    """`seed` is the one that those of the prompts are derived from."""
     machine: MachineFacts
 
 
@@ -86,6 +87,12 @@ class SampleRecord(msgspec.Struct, frozen=True, kw_only=True, tag="sample"):
     kv_spans: tuple[KVSpan, ...]
     seed: int
     params: SamplingParams
+    numerics: NumericsLabel
+    num_cached_tokens: int
+    num_preemptions: int
+    has_token_mask: bool = False
+    """Whether a token mask decided what could be sampled; without it the draws cannot be repeated."""
+    top_logprobs: tuple[Alternatives, ...] | None = None
     reward: float | None = None
 
 
@@ -96,7 +103,9 @@ _DECODER: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
 
 
 def encode_record(record: Record) -> bytes:
-    """One line, newline included."""
+    """One line, newline included. Raises `RolloutFileError` for a number that JSON cannot hold."""
+    if isinstance(record, SampleRecord):
+        _refuse_non_finite(record)
     return _ENCODER.encode(record) + b"\n"
 
 
@@ -105,16 +114,26 @@ def decode_record(line: bytes) -> Record:
     return _DECODER.decode(line)
 
 
+def rollout_schema() -> dict[str, Any]:
+    """The JSON schema of one line."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **msgspec.json.schema(Record)}
+
+
 def rollout_header(
     checkpoint: Checkpoint, policy: PolicyVersion, stats: EngineStats, params: SamplingParams
 ) -> RolloutHeader:
     """The header for samples of an engine on `checkpoint`, which has `policy` installed and tells `stats` of itself."""
     return RolloutHeader(
         model=checkpoint.name,
-        spec=asdict(checkpoint.spec),
+        spec=checkpoint.spec,
+        eos_token_ids=checkpoint.eos_token_ids,
+        max_sequence_len=stats.max_sequence_len,
         policy=policy,
+        dtype=stats.dtype,
         numerics=stats.numerics,
         products=stats.products,
+        operators=stats.operators,
+        unverified=stats.unverified,
         params=params,
         machine=machine_facts(),
     )
@@ -140,26 +159,19 @@ def sample_records(
             kv_spans=sample.kv_spans,
             seed=sample.seed,
             params=params,
+            numerics=output.numerics,
+            num_cached_tokens=output.num_cached_tokens,
+            num_preemptions=output.num_preemptions,
+            has_token_mask=output.has_token_mask,
+            top_logprobs=sample.top_logprobs,
             reward=None if rewards is None else rewards[place],
         )
 
 
-def machine_facts() -> MachineFacts:
-    return MachineFacts(
-        system=platform.platform(),
-        processor=_processor(),
-        cpu_count=os.cpu_count() or 0,
-        python=platform.python_version(),
-        libraries={name: importlib.metadata.version(name) for name in LIBRARIES},
-    )
-
-
-def _processor() -> str:
-    """Linux names the model only in `/proc/cpuinfo`."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
+def _refuse_non_finite(record: SampleRecord) -> None:
+    """A sum of float32 values in float64 is finite only if all of them are."""
+    numbers = (*record.logprobs, *record.raw_logprobs, record.reward or 0.0)
+    if not math.isfinite(sum(numbers)):
+        wrong = next(number for number in numbers if not math.isfinite(number))
+        name = f"sample {record.index} of {record.request_id}"
+        raise RolloutFileError(f"{name} cannot be written: {wrong} among its log-probabilities and reward")

@@ -142,9 +142,11 @@ class _Made:
 def _differences(old: RolloutHeader, new: RolloutHeader) -> list[str]:
     """What would make samples of two runs incomparable, one clause each."""
     pairs = [
-        ("format_version", old.format_version, new.format_version),
         ("policy digest", old.policy.digest[:12], new.policy.digest[:12]),
+        ("dtype", old.dtype, new.dtype),
         ("numerics", old.numerics, new.numerics),
+        ("eos_token_ids", old.eos_token_ids, new.eos_token_ids),
+        ("max_sequence_len", old.max_sequence_len, new.max_sequence_len),
     ]
     before, after = asdict(old.params), asdict(new.params)
     pairs += [(name, before[name], after[name]) for name in before]

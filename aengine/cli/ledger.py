@@ -19,6 +19,7 @@ from aengine.cli.report import DebugOption, JsonOption, errors_in_one_sentence
 from aengine.policy.ledger_check import Finding, LedgerReport, PolicyClaim, check_claims, check_ledger
 from aengine.policy.ledger_records import (
     AckRecord,
+    AuditRecord,
     CloseRecord,
     CommitRecord,
     FailureRecord,
@@ -187,5 +188,6 @@ _SENTENCES: dict[type, Callable[[Any], str]] = {
         f"update {r.update} fails in {r.stage}{', weights torn' if r.torn else ''}{_because(r.reason)}"
     ),
     FenceRecord: lambda r: f"fenced{_because(r.reason)}",
+    AuditRecord: lambda r: f"sample {r.index} of {r.request_id} did not reproduce{_because(r.reason)}",
     CloseRecord: lambda r: "run closed",
 }

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from aengine.cli import demo, diagram, ledger, models, rollout
+from aengine.cli import audit, demo, diagram, export, ledger, models, rollout
 
 __all__ = ["app", "main"]
 
@@ -20,6 +20,8 @@ app = typer.Typer(
 app.add_typer(models.app, name="models")
 app.add_typer(ledger.app, name="ledger")
 app.command(name="rollout")(rollout.rollout)
+app.command(name="audit")(audit.audit)
+app.command(name="export")(export.export)
 app.command(name="demo")(demo.demo)
 app.command(name="diagram")(diagram.diagram)
 
@@ -40,5 +42,5 @@ def _options(
 
 
 def main() -> None:
-    """Exit status 0, 1 for an error said in one sentence, 2 for wrong usage, 130 for Ctrl-C."""
+    """Exit status 0, 1 for an error said in one sentence, 2 for wrong usage, 130 for Ctrl-C; `audit` has more."""
     app()

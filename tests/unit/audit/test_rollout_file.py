@@ -8,63 +8,21 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from audit_support import PARAMS, POLICY, header, output, records
 from hypothesis import given
 from hypothesis import strategies as st
 
 from aengine.audit.record import (
     PolicyRecord,
-    RolloutHeader,
     SampleRecord,
     decode_record,
     encode_record,
-    machine_facts,
     sample_records,
 )
 from aengine.audit.rollout_file import RolloutFile, read_rollouts
 from aengine.errors import RolloutFileError
-from aengine.outputs import CompletionOutput, KVSpan, RequestOutput, VersionSpan
 from aengine.params import SamplingParams
 from aengine.policy.version import PolicyVersion
-
-PARAMS = SamplingParams(n=2, temperature=0.7, stop_token_ids=(3,), seed=2**64 - 1)
-POLICY = PolicyVersion(4, "d" * 64, 17)
-
-
-def header(**changes: object) -> RolloutHeader:
-    fields: dict[str, object] = {
-        "model": "tiny",
-        "spec": {"num_layers": 2},
-        "policy": POLICY,
-        "numerics": "invariant",
-        "products": {"64 x 32": "onednn"},
-        "params": PARAMS,
-        "machine": machine_facts(),
-    }
-    return RolloutHeader(**(fields | changes))  # type: ignore[arg-type]
-
-
-def output(*logprobs: float) -> RequestOutput:
-    size = len(logprobs)
-    samples = tuple(
-        CompletionOutput(
-            index=index,
-            token_ids=tuple(range(size)),
-            text="ü\n",
-            logprobs=logprobs,
-            raw_logprobs=logprobs[::-1],
-            finish_reason="stop",
-            stop_reason=3,
-            version_spans=(VersionSpan(4, 0, size),),
-            kv_spans=(KVSpan(4, 0, 2 + size, 0, size),),
-            seed=2**64 - 1,
-        )
-        for index in range(2)
-    )
-    return RequestOutput("r", (1, 2), samples, finished=True, num_cached_tokens=0, num_preemptions=0)
-
-
-def records(prompt_id: str = "p") -> list[SampleRecord]:
-    return list(sample_records(prompt_id, output(-0.5, -1.5), PARAMS, (0.0, 1.0)))
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from click.testing import Result
 from ledger_support import Scribe
 from typer.testing import CliRunner
 
+from aengine.audit.machine import machine_facts
 from aengine.audit.record import (
-    MachineFacts,
     PolicyRecord,
     Record,
     RolloutHeader,
@@ -20,10 +20,12 @@ from aengine.audit.record import (
     encode_record,
 )
 from aengine.cli.main import app
+from aengine.model.spec import ModelSpec
 from aengine.outputs import KVSpan, VersionSpan
 from aengine.params import SamplingParams
 from aengine.policy.ledger_records import AckRecord, FailureRecord
 from aengine.policy.version import PolicyVersion
+from aengine.testing import TINY
 
 ONE_OF_EACH = ["commit", "not durable", "pause", "resume", "no-op", "reset", "torn", "refused", "commit"]
 
@@ -47,15 +49,19 @@ def ledger(tmp_path: Path) -> Path:
 
 
 def header(number: int = 0, digest: str = "digest 0") -> RolloutHeader:
-    machine = MachineFacts(system="s", processor="p", cpu_count=1, python="3", libraries={})
     return RolloutHeader(
         model="tiny",
-        spec={},
+        spec=ModelSpec.from_config(TINY),
+        eos_token_ids=(),
+        max_sequence_len=512,
         policy=PolicyVersion(number, digest),
+        dtype="float32",
         numerics="invariant",
         products={},
+        operators={},
+        unverified=(),
         params=SamplingParams(),
-        machine=machine,
+        machine=machine_facts(),
     )
 
 
@@ -75,6 +81,9 @@ def sample(token_version: int, kv_version: int) -> SampleRecord:
         kv_spans=(KVSpan(kv_version, 0, 1, 0, 1),),
         seed=1,
         params=SamplingParams(),
+        numerics="invariant",
+        num_cached_tokens=0,
+        num_preemptions=0,
     )
 
 
