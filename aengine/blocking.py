@@ -205,6 +205,8 @@ class BlockingEngine:
     update_weights = _awaited(Engine.update_weights)
     weight_update = _entered(Engine.weight_update)
     weight_checksum = _awaited(Engine.weight_checksum)
+    save_snapshot = _awaited(Engine.save_snapshot)
+    replay = _awaited(Engine.replay)
     pause_generation = _awaited(Engine.pause_generation)
     resume_generation = _awaited(Engine.resume_generation)
     is_paused = _called(Engine.is_paused)

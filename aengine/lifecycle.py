@@ -88,7 +88,9 @@ class Lifecycle:
                 async with anyio.create_task_group() as loops:
                     loops.start_soon(supervise, parts, "scheduler", parts.scheduler.run)
                     loops.start_soon(supervise, parts, "updater", parts.updater.run)
+                    loops.start_soon(supervise, parts, "auditor", parts.auditor.run)
         finally:
+            parts.auditor.close()
             parts.journal.events.close()
             self._stopped.set()
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import attrs
 
-from aengine.errors import PromptError
-from aengine.outputs import CompletionOutput, RequestOutput
+from aengine.errors import PromptError, SamplingParamsError
+from aengine.outputs import CompletionOutput, RequestOutput, weakest
 from aengine.params import SamplingParams
 from aengine.provenance import Provenance
 from aengine.request import Request, Sample
 
 __all__ = ["aborted", "params_of", "resume_sample", "resumed_output"]
+
+NOT_OF_A_SAMPLE = frozenset({"n", "seed", "prompt_logprobs"})
+"""Parameters of a request: a sample has its own seed."""
 
 
 def aborted(output: RequestOutput) -> list[CompletionOutput]:
@@ -21,10 +25,18 @@ def aborted(output: RequestOutput) -> list[CompletionOutput]:
 
 
 def params_of(output: RequestOutput, params: SamplingParams | None) -> SamplingParams:
-    """The parameters of one sample of `output`; raises `PromptError` where it does not hold them."""
-    params = output.params if params is None else params
-    if params is None:
+    """The parameters of one sample of `output`; `params` are for outputs that do not hold them.
+
+    Raises `PromptError` where there are none, and `SamplingParamsError` for others than those it was made with: a
+    sample has one set of parameters, or nobody could replay it.
+    """
+    made_with = output.params if output.params is not None else params
+    params = made_with if params is None else params
+    if params is None or made_with is None:
         raise PromptError(f"output {output.request_id!r} does not hold its sampling parameters; give them as `params`")
+    for name, before in attrs.asdict(made_with, recurse=False).items():
+        if name not in NOT_OF_A_SAMPLE and getattr(params, name) != before:
+            raise SamplingParamsError(name, getattr(params, name), f"the sample to be resumed was made with {before!r}")
     return attrs.evolve(params, n=1, prompt_logprobs=None)
 
 
@@ -34,10 +46,10 @@ def resume_sample(request: Request, done: CompletionOutput) -> None:
         request,
         done.index,
         done.seed,
-        [*request.prompt_token_ids, *done.token_ids],
-        logprobs=list(done.logprobs),
-        raw_logprobs=list(done.raw_logprobs),
-        top_logprobs=list(done.top_logprobs or ()),
+        array("i", (*request.prompt_token_ids, *done.token_ids)),
+        logprobs=array("d", done.logprobs),
+        raw_logprobs=array("d", done.raw_logprobs),
+        top_logprobs=done.top_logprobs or (),
         mask=request.leader.mask,
         stop_text=request.leader.stop_text,
         provenance=Provenance.continued(done.version_spans, done.kv_spans),
@@ -56,4 +68,6 @@ def resumed_output(output: RequestOutput, continued: Sequence[RequestOutput]) ->
         outputs=tuple(samples.get(sample.index, sample) for sample in output.outputs),
         finished=all(one.finished for one in continued),
         num_preemptions=output.num_preemptions + sum(one.num_preemptions for one in continued),
+        has_token_mask=output.has_token_mask or any(one.has_token_mask for one in continued),
+        numerics=weakest([output.numerics, *(one.numerics for one in continued)]),
     )

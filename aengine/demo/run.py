@@ -20,6 +20,7 @@ from aengine.demo.questions import Question, Questions, load_questions
 from aengine.demo.report import DemoReport, StepReport
 from aengine.demo.reward import sample_reward
 from aengine.demo.trainer import Group, Trainer, Verified
+from aengine.demo.verify import num_reproduced
 from aengine.demo.view import DemoView
 from aengine.errors import TokenizerMissingError
 from aengine.model.checkpoint import Checkpoint
@@ -123,7 +124,7 @@ class _Run:
         named = [(f"{when}/{number}", question) for number, question in enumerate(self.questions.held_out)]
         groups = await self._roll_out(named, params)
         verify = partial(self.trainer.verify, groups, policy, anyio.from_thread.check_cancelled)
-        self.verified += await anyio.to_thread.run_sync(verify)
+        self.verified += await anyio.to_thread.run_sync(verify) + await self._replayed(groups)
         self._write(policy, named, groups, params)
         return _mean_reward(groups)
 
@@ -137,7 +138,7 @@ class _Run:
         rolled_out = time.perf_counter() - started
         self.view.phase(f"step {number} of {self.settings.steps}: verifying and training")
         backward = partial(self.trainer.backward, groups, policy, anyio.from_thread.check_cancelled)
-        verified = await anyio.to_thread.run_sync(backward)
+        verified = await anyio.to_thread.run_sync(backward) + await self._replayed(groups)
         self.verified += verified
         self._write(policy, named, groups, self.settings.params)
         await anyio.to_thread.run_sync(self.trainer.step)
@@ -168,6 +169,10 @@ class _Run:
             Group(output, tuple(sample_reward(sample, question.answers) for sample in output.outputs))
             for output, (_, question) in zip(outputs, named, strict=True)
         ]
+
+    async def _replayed(self, groups: Iterable[Group]) -> Verified:
+        """Computed again in the engine, while their policy is installed."""
+        return Verified(reproduced=num_reproduced(await self.engine.replay(group.output for group in groups)))
 
     def _own(self, params: SamplingParams, name: str) -> SamplingParams:
         return evolve(params, seed=derive_seed(self.settings.seed, name))

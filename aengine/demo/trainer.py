@@ -36,13 +36,16 @@ class Group:
 
 @frozen
 class Verified:
-    """How many samples were recomputed, and the largest distance of a log-probability found in them."""
+    """How many samples a plain forward pass recomputed, and the largest distance of a log-probability found in them;
+    and how many the engine's replay reproduced bit for bit."""
 
     samples: int = 0
     largest_difference: float = 0.0
+    reproduced: int = 0
 
     def __add__(self, other: Verified) -> Verified:
-        return Verified(self.samples + other.samples, max(self.largest_difference, other.largest_difference))
+        largest = max(self.largest_difference, other.largest_difference)
+        return Verified(self.samples + other.samples, largest, self.reproduced + other.reproduced)
 
 
 def transformers_copy(checkpoint: Checkpoint) -> nn.Module:

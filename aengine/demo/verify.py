@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor
 
+from aengine.audit.replay import Replay
+from aengine.audit.verdict import Consistent, Reproduced
 from aengine.errors import VerificationError
 from aengine.outputs import RequestOutput
 from aengine.rl import RolloutBatch
 
-__all__ = ["TOLERANCE", "check_labels", "largest_difference"]
+__all__ = ["TOLERANCE", "check_labels", "largest_difference", "num_reproduced"]
 
 TOLERANCE = 1e-3
 
@@ -21,6 +25,18 @@ def check_labels(output: RequestOutput, version: int) -> None:
                 f"sample {sample.index} of {output.request_id} was made under versions "
                 f"{sample.min_policy_version} to {sample.max_policy_version}, not under {version} alone"
             )
+
+
+def num_reproduced(replays: Iterable[Replay]) -> int:
+    """How many samples were computed again with the same bits. Raises `VerificationError`, naming the sample, for one
+    that should have been and was not; where the engine promises no bits, near ones are enough, and not counted."""
+    count = 0
+    for replay in replays:
+        if not isinstance(replay.verdict, Reproduced | Consistent):
+            record = replay.record
+            raise VerificationError(f"sample {record.index} of {record.request_id} did not reproduce: {replay.verdict}")
+        count += isinstance(replay.verdict, Reproduced)
+    return count
 
 
 def largest_difference(batch: RolloutBatch, logprobs: Tensor, tolerance: float = TOLERANCE) -> float:

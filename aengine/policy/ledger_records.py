@@ -20,6 +20,7 @@ __all__ = [
     "FORMAT_VERSION",
     "GENESIS",
     "AckRecord",
+    "AuditRecord",
     "CloseRecord",
     "CommitRecord",
     "FailureRecord",
@@ -139,6 +140,15 @@ class FenceRecord(_Record, frozen=True, kw_only=True):
     reason: str
 
 
+class AuditRecord(_Record, frozen=True, kw_only=True):
+    """A sample that the audit in the engine replayed is not what its labels say."""
+
+    request_id: str
+    index: Count
+    verdict: str
+    reason: str
+
+
 class CloseRecord(_Record, frozen=True, kw_only=True):
     """The run ended in good order."""
 
@@ -153,6 +163,7 @@ Record = (
     | InvalidationRecord
     | FailureRecord
     | FenceRecord
+    | AuditRecord
     | CloseRecord
 )
 
@@ -190,7 +201,9 @@ def decode_line(raw: bytes) -> Line:
 
 def _with_plain_reason(record: Record) -> Record:
     """Cut to `REASON_LIMIT`, and without the lone surrogates of undecodable file names, which JSON cannot carry."""
-    if isinstance(record, TransitionRecord | WithdrawnRecord | InvalidationRecord | FailureRecord | FenceRecord):
+    if isinstance(
+        record, TransitionRecord | WithdrawnRecord | InvalidationRecord | FailureRecord | FenceRecord | AuditRecord
+    ):
         plain = record.reason[:REASON_LIMIT].encode(errors="replace").decode()
         return record if plain == record.reason else msgspec.structs.replace(record, reason=plain)
     return record

@@ -17,6 +17,7 @@ from aengine.policy.ledger_history import CommittedVersion, History, Progress
 from aengine.policy.ledger_records import (
     FORMAT_VERSION,
     AckRecord,
+    AuditRecord,
     CloseRecord,
     CommitRecord,
     FailureRecord,
@@ -127,6 +128,11 @@ def _fence(history: History, line: int, record: FenceRecord) -> Iterator[str]:
     if not history.owes_fence:
         yield "a fence, but nothing has torn the weights"
     history.owes_fence = False
+
+
+def _audit(history: History, line: int, record: AuditRecord) -> Iterator[str]:
+    if history.state is PolicyState.SWAPPING:
+        yield "a replay in the middle of a swap"
 
 
 def _invalidation(history: History, line: int, record: InvalidationRecord) -> Iterator[str]:
@@ -244,4 +250,5 @@ _RULES: dict[type[Record], Callable[[History, int, Any], Iterator[str]]] = {
     InvalidationRecord: _invalidation,
     FailureRecord: _failure,
     FenceRecord: _fence,
+    AuditRecord: _audit,
 }

@@ -135,6 +135,7 @@ def test_the_command_prints_plain_lines_where_there_is_no_terminal(model: Path, 
     lines = result.stderr.splitlines()
     assert lines[0].startswith("step 1: reward 0.00, policy 0, ")
     assert "88 of 88 samples verified" in lines[3]
+    assert lines[-1] == "88 of 88 samples reproduced bit for bit"
     assert str(path) in lines[4]
     assert "\x1b" not in result.stderr
 
@@ -201,7 +202,7 @@ def report() -> DemoReport:
             tokens=100,
             tokens_per_second=50.0,
             cached_tokens=16,
-            verified=Verified(64, 2e-5),
+            verified=Verified(64, 2e-5, 64),
             example="The [capital]\nof France",
             seconds=9.0,
         )
@@ -211,7 +212,7 @@ def report() -> DemoReport:
         steps=steps,
         held_out_before=0.25,
         held_out_after=0.5,
-        verified=Verified(280, 2e-5),
+        verified=Verified(280, 2e-5, 280),
         training_seconds=36.0,
         seconds=50.0,
         out="demo.jsonl",
@@ -222,6 +223,7 @@ def test_the_report_compares_the_first_two_steps_with_the_last_two() -> None:
     assert (report().reward_before, report().reward_after) == (pytest.approx(0.2), pytest.approx(0.7))
     assert "0.20 -> 0.70" in report().lines()[0]
     assert "280 of 280 samples verified" in report().lines()[2]
+    assert report().lines()[-1] == "280 of 280 samples reproduced bit for bit"
 
 
 def test_the_live_view_shows_steps_and_leaves_the_cursor_visible() -> None:

@@ -152,4 +152,4 @@ def test_a_step_makes_the_rewarded_sample_likelier_and_is_counted(
 
 
 def test_sums_keep_the_largest_difference() -> None:
-    assert Verified(2, 1e-5) + Verified(3, 1e-6) == Verified(5, 1e-5)
+    assert Verified(2, 1e-5, 2) + Verified(3, 1e-6, 1) == Verified(5, 1e-5, 3)
