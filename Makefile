@@ -12,9 +12,10 @@ SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13)
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do $$p -c '$(SUPPORTED)' 2>/dev/null && echo $$p && break; done)
 
 MODEL := smollm2-135m
-GENERATED := docs/generated/statemachines.md
+# page=module that prints it
+GENERATED := docs/generated/statemachines.md=statemachines docs/reference/rollout.schema.json=aengine.audit
 SPECS := pyproject.toml constraints.txt
-BENCHMARKS := cache update rollout
+BENCHMARKS := cache update scheduler rollout numerics
 
 .PHONY: help demo test check bench docs clean
 
@@ -44,7 +45,10 @@ check: $(VENV)/.stamp-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	@diff -u $(GENERATED) <($(BIN)/python -m statemachines) || { echo "$(GENERATED) is out of date: run make docs" >&2; exit 1; }
+	@for pair in $(GENERATED); do \
+		diff -u $${pair%=*} <($(BIN)/python -m $${pair#*=}) \
+			|| { echo "$${pair%=*} is out of date: run make docs" >&2; exit 1; }; \
+	done
 
 test: check
 	$(BIN)/python -m pytest --cov
@@ -53,8 +57,10 @@ bench: $(VENV)/.stamp-test
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done
 
 docs: $(VENV)/.stamp-test
-	@mkdir -p $(dir $(GENERATED))
-	$(BIN)/python -m statemachines > $(GENERATED)
+	@set -e; for pair in $(GENERATED); do \
+		mkdir -p $$(dirname $${pair%=*}); \
+		$(BIN)/python -m $${pair#*=} > $${pair%=*}; \
+	done
 
 clean:
 	rm -rf $(VENV) build dist htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

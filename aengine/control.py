@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import anyio
 import anyio.lowlevel
 
+from aengine.audit.snapshots import SnapshotStore
 from aengine.events import EventStream
 from aengine.lifecycle import Lifecycle
 from aengine.policy.in_place import InPlaceUpdate
@@ -17,6 +19,7 @@ from aengine.policy.source import WeightSource, read_source
 from aengine.policy.version import PolicyVersion
 from aengine.stats import EngineStats
 from aengine.validate import refuse_unless, refuse_unless_integer
+from aengine.worker import Worker
 from statemachines.policy import PolicyState
 
 __all__ = ["PolicyControl"]
@@ -159,6 +162,25 @@ class PolicyControl(Lifecycle):
         """The digest of the weights as they lie in memory now; equals `installed_policy.digest`."""
         parts = self._usable()
         return await parts.worker.run(parts.runner.digest)
+
+    async def save_snapshot(self, store: SnapshotStore) -> PolicyVersion:
+        """Keep the installed weights in `store`; returns their version, which no update replaces while they are
+        written. Generation goes on meanwhile; under a pause it can be saved too.
+
+        Raises `SnapshotError`, and `EngineInvalidatedError` while the engine is fenced. A cancellation is delivered
+        when the writing is done.
+        """
+        while (lease := (parts := self._usable()).gate.try_reading_lease()) is None:
+            parts.gate.installed()
+            await parts.gate.changed.wait()
+        decoder, writer = parts.runner.decoder, Worker("aengine snapshot")
+        try:
+            with lease:
+                tensors = dict(decoder.weights.named_tensors())
+                await writer.run(partial(store.save, lease.version, decoder.spec, tensors))
+        finally:
+            writer.close()
+        return lease.version
 
     def events(self) -> EventStream:
         """Everything that happens to the policy from now on, as an async iterator that ends when the engine closes:

@@ -11,6 +11,8 @@ import anyio.lowlevel
 import attrs
 from torch import nn
 
+from aengine.audit.record import sample_records
+from aengine.audit.replay import Replay
 from aengine.completed import CompletedOutputs, Gathering, submit_all
 from aengine.config import EngineConfig
 from aengine.control import PolicyControl
@@ -162,7 +164,8 @@ class Engine(PolicyControl):
         """Go on with the aborted samples of `output` within what is left of their `max_tokens`, and return it whole.
 
         The draws are those that the samples would have had without the abort; under the same policy version so are all
-        their numbers. `params` defaults to those in `output`. Samples that ended otherwise stay as they are.
+        their numbers. `params` are for an `output` that does not hold them; others than it was made with are refused
+        with `SamplingParamsError`. Samples that ended otherwise stay as they are.
         """
         reader, one = self._usable().reader, params_of(output, params)
         requests = []
@@ -215,7 +218,23 @@ class Engine(PolicyControl):
         gathering = Gathering(requests)
         self._submit(requests)
         await self._finish(gathering)
-        return [score_output(request) for request in requests]
+        return [score_output(request, self._opened().numerics) for request in requests]
+
+    async def replay(self, outputs: Iterable[RequestOutput]) -> list[Replay]:
+        """Compute every sample again from prompt, parameters and seed, without the engine's scheduler and cache, and
+        compare the bits: a verdict on each, in order of outputs and samples.
+
+        Only samples of the installed version can be replayed; no update replaces it meanwhile. Requests go on between
+        the parts of a long replay. Waits while generation is paused or weights change; raises `EngineInvalidatedError`
+        while the engine is fenced. `aengine audit` does the same for any version that was kept.
+        """
+        auditor = self._usable().auditor
+        records = [
+            record
+            for output in outputs
+            for record in sample_records(output.request_id, output, params_of(output, None))
+        ]
+        return await auditor.replay(records)
 
     async def abort(self, request_id: str) -> None:
         """End a request with what it has and reason `"abort"`; an unknown or finished id is ignored."""
@@ -302,7 +321,8 @@ class Engine(PolicyControl):
         return self._results([request])[0]
 
     def _output(self, request: Request) -> RequestOutput:
-        return request.output(None if self.tokenizer is None else partial(decode_all, self.tokenizer))
+        decode = None if self.tokenizer is None else partial(decode_all, self.tokenizer)
+        return request.output(decode, self._opened().numerics)
 
     def _new_detokenizer(self) -> Detokenizer | None:
         return None if self.tokenizer is None else Detokenizer(self.tokenizer)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from attrs import Factory, define, field
 
-from aengine.outputs import Alternatives, CompletionOutput, FinishReason, RequestOutput
+from aengine.outputs import Alternatives, CompletionOutput, FinishReason, NumericsLabel, RequestOutput
 from aengine.params import SamplingParams
 from aengine.provenance import Provenance
 from aengine.sampling.history import TokenHistory
@@ -28,6 +29,9 @@ __all__ = ["Request", "Sample"]
 class Sample:
     """One sample on its way: tokens so far, what made them, and the KV it holds.
 
+    Thousands may wait, so what most never need is made when it is needed, and numbers lie in arrays, which the garbage
+    collector does not visit.
+
     `tokens` is the prompt followed by the output. `num_computed` counts the leading tokens whose KV has been computed;
     the token sampled last has none until it is fed to the model.
     """
@@ -35,28 +39,33 @@ class Sample:
     request: Request = field(repr=False)
     index: int
     seed: int
-    tokens: list[int] = field(repr=False)
+    tokens: array[int] = field(repr=False)
+    """int32."""
     state: RequestState = REQUEST_INITIAL
     cache: TaskCacheState | None = None
     num_computed: int = 0
     num_given_up: int = 0
     """How many of its tokens had KV when its pages were last given up."""
     num_preemptions: int = 0
-    logprobs: list[float] = Factory(list)
-    raw_logprobs: list[float] = Factory(list)
-    top_logprobs: list[Alternatives] = Factory(list)
+    logprobs: array[float] = Factory(lambda: array("d"))
+    raw_logprobs: array[float] = Factory(lambda: array("d"))
+    top_logprobs: tuple[Alternatives, ...] = ()
     mask: TokenMask | None = None
     stop_text: StopText | None = None
     """Its text, where stop strings are looked for in it."""
     targets: Targets | None = None
     """Tokens to score on the way: the prompt's own, or, of a scoring request, the response."""
-    history: TokenHistory = field(init=False, repr=False)
     provenance: Provenance = Factory(Provenance)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    _history: TokenHistory | None = field(init=False, default=None, repr=False)
 
-    def __attrs_post_init__(self) -> None:
-        self.history = TokenHistory(self.tokens, len(self.request.prompt_token_ids))
+    @property
+    def history(self) -> TokenHistory | None:
+        """What its draws look back at; None where nothing does."""
+        if self._history is None and (self.mask is not None or self.request.params.has_penalties):
+            self._history = TokenHistory(self.tokens, len(self.request.prompt_token_ids))
+        return self._history
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -82,7 +91,7 @@ class Sample:
 
     def output_since(self, start: int) -> list[int]:
         """Output ids from the index `start` on."""
-        return self.tokens[len(self.request.prompt_token_ids) + start :]
+        return self.tokens[len(self.request.prompt_token_ids) + start :].tolist()
 
     @property
     def is_finished(self) -> bool:
@@ -101,7 +110,7 @@ class Sample:
     ) -> None:
         """Add a sampled token and the policy version whose logits it was drawn from."""
         if top is not None:
-            self.top_logprobs.append(top)
+            self.top_logprobs += (top,)
         self.tokens.append(token_id)
         self.logprobs.append(logprob)
         self.raw_logprobs.append(raw_logprob)
@@ -149,7 +158,7 @@ class Sample:
             version_spans=self.provenance.version_spans(),
             kv_spans=self.provenance.kv_spans(),
             seed=self.seed,
-            top_logprobs=None if self.request.params.logprobs is None else tuple(self.top_logprobs),
+            top_logprobs=None if self.request.params.logprobs is None else self.top_logprobs,
         )
 
     def _text(self, decode: Callable[[Sequence[int]], str] | None) -> str | None:
@@ -162,8 +171,8 @@ class Sample:
 class Request:
     """One prompt and its samples.
 
-    `on_progress` is called when the request got its place in the queue, when tokens came or a sample ended; it must not
-    raise.
+    `on_progress` is called with the request when it got its place in the queue, when tokens came or a sample ended; it
+    must not raise.
     """
 
     request_id: str
@@ -188,7 +197,7 @@ class Request:
     are_siblings_placed: bool = False
     """Whether the other samples have been forked from the first, or put in line on their own."""
     error: BaseException | None = None
-    on_progress: Callable[[], None] = field(default=lambda: None, repr=False)
+    on_progress: Callable[[Request], None] = field(default=lambda _: None, repr=False)
 
     def __attrs_post_init__(self) -> None:
         self.samples = [self._new_sample(index) for index in range(self.params.n)]
@@ -197,7 +206,7 @@ class Request:
             self.leader.targets = Targets(plain, 0, self.prompt_token_ids[1:])
 
     def _new_sample(self, index: int) -> Sample:
-        sample = Sample(self, index, self.seed, list(self.prompt_token_ids))
+        sample = Sample(self, index, self.seed, array("i", self.prompt_token_ids))
         if self.params.stop and self.decoder is not None:
             sample.stop_text = StopText.of(self.decoder, self.params.stop)
         if self.token_mask is not None:
@@ -213,7 +222,9 @@ class Request:
         """The sample that computes the prompt for all."""
         return self.samples[0]
 
-    def output(self, decode: Callable[[Sequence[int]], str] | None = None) -> RequestOutput:
+    def output(
+        self, decode: Callable[[Sequence[int]], str] | None = None, numerics: NumericsLabel = "unverified"
+    ) -> RequestOutput:
         """The result so far; `decode` turns output ids into text where there is a tokenizer."""
         return RequestOutput(
             request_id=self.request_id,
@@ -224,6 +235,8 @@ class Request:
             num_preemptions=sum(sample.num_preemptions for sample in self.samples),
             prompt_logprobs=self._prompt_logprobs(),
             params=self.params,
+            has_token_mask=self.token_mask is not None,
+            numerics=numerics,
         )
 
     def _prompt_logprobs(self) -> tuple[Alternatives | None, ...] | None:

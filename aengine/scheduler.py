@@ -7,7 +7,8 @@ back. Everything but the run is synchronous, so no other task sees the queues ha
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from array import array
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import anyio
@@ -50,10 +51,12 @@ class Scheduler:
         *,
         refuse_when_full: bool,
         check_integrity: bool,
+        on_finished: Callable[[Request], None] = lambda _: None,
     ) -> None:
         self._gate, self._cache, self._planner, self._runner, self._worker = gate, cache, planner, runner, worker
         self._refuse_when_full = refuse_when_full
         self._check_integrity = check_integrity
+        self._on_finished = on_finished
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
         self._changed = changed
@@ -170,7 +173,9 @@ class Scheduler:
 
     def _prepare(self, plan: StepPlan) -> ForwardInputs:
         """What to feed to the model, as arrays."""
-        tokens = [token for c in plan.chunks for token in c.sample.tokens[c.start : c.start + c.count]]
+        tokens = array("i")
+        for c in plan.chunks:
+            tokens += c.sample.tokens[c.start : c.start + c.count]
         positions = np.concatenate([np.arange(c.start, c.start + c.count, dtype=np.int64) for c in plan.chunks])
         counts = [chunk.count for chunk in plan.chunks]
         return ForwardInputs(
@@ -250,4 +255,5 @@ class Scheduler:
         for request in {id(request): request for request in requests}.values():
             if request.is_finished and self._requests.get(request.request_id) is request:
                 del self._requests[request.request_id]
-            request.on_progress()
+                self._on_finished(request)
+            request.on_progress(request)

@@ -8,7 +8,7 @@ from attrs import field, frozen
 from numpy.typing import NDArray
 
 from aengine.errors import RequestFailedError
-from aengine.outputs import Alternatives
+from aengine.outputs import Alternatives, NumericsLabel
 from aengine.params import SamplingParams
 from aengine.request import Request
 from aengine.sampling.stop import StopRule
@@ -31,6 +31,8 @@ class ScoreOutput:
     raw_logprobs: tuple[float, ...]
     policy_version: int
     num_cached_tokens: int
+    numerics: NumericsLabel
+    """What is promised of the bits of these numbers."""
     top_logprobs: tuple[Alternatives, ...] | None = None
     support: tuple[NDArray[np.int32] | None, ...] | None = field(default=None, eq=False, repr=False)
     """Where it was asked for: the ids that could have been sampled in place of each token, in their order; None where
@@ -59,12 +61,12 @@ def scoring_request(
         is_scoring=True,
     )
     sample = request.leader
-    sample.tokens += token_ids[:-1]
+    sample.tokens.extend(token_ids[:-1])
     sample.targets = Targets(request.params, len(prompt_token_ids) - 1, token_ids, with_support)
     return request
 
 
-def score_output(request: Request) -> ScoreOutput:
+def score_output(request: Request, numerics: NumericsLabel) -> ScoreOutput:
     """Raises `RequestFailedError` if the request failed, or was aborted before all of it was scored."""
     targets = request.leader.targets
     assert targets is not None
@@ -81,6 +83,7 @@ def score_output(request: Request) -> ScoreOutput:
         raw_logprobs=tuple(result.raw_logprob for result in results),
         policy_version=targets.version,
         num_cached_tokens=request.num_cached_tokens,
+        numerics=numerics,
         top_logprobs=None if request.params.logprobs is None else tuple(result.top or () for result in results),
         support=tuple(result.support for result in results) if targets.with_support else None,
     )

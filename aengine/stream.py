@@ -85,7 +85,7 @@ class _Cursor:
             token_versions=versions,
             finish_reason=sample.finish_reason,
             stop_reason=sample.stop_reason,
-            top_logprobs=None if sample.request.params.logprobs is None else tuple(sample.top_logprobs[start:]),
+            top_logprobs=None if sample.request.params.logprobs is None else sample.top_logprobs[start:],
         )
 
 
@@ -128,7 +128,8 @@ class RequestStream(AsyncIterator[StreamDelta]):
         if self._token is not None:
             raise EngineClosedError("a stream is opened once; make a new one")
         request, cumulative = self._request, self._output_kind == "cumulative"
-        request.on_progress = self._progress.set
+        progress = self._progress  # the request must not keep the stream alive
+        request.on_progress = lambda _: progress.set()
         self._cursors = [_Cursor(sample, self._new_detokenizer(), cumulative) for sample in request.samples]
         self._token = anyio.lowlevel.current_token()
         self._submit(self._requests)

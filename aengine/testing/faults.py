@@ -92,9 +92,12 @@ class FaultInjector:
         counts = {at} if isinstance(at, int) else set(at)
         self.call(point, lambda count: time.sleep(seconds) if count in counts else None)
 
-    def hold(self, point: FaultPoint, *, at: int) -> Hold:
-        """Stop there until the hold is released; for points in threads of their own, so not for `"allocation"`."""
-        hold = Hold()
+    def hold(self, point: FaultPoint, *, at: int, within: float = 60.0) -> Hold:
+        """Stop there until the hold is released; for points in threads of their own, so not for `"allocation"`.
+
+        A hold that is not released `within` that many seconds raises `TimeoutError` where it stands, so that a test
+        which failed before its `release` ends with its own error."""
+        hold = Hold(f"{point} {at}", within)
         self.call(point, lambda count: hold.stop() if count == at else None)
         return hold
 
@@ -130,12 +133,15 @@ class FaultInjector:
 class Hold:
     """`reached` is set when the engine has come to the point, which it leaves on `release`."""
 
+    name: str
+    within: float
     reached: threading.Event = Factory(threading.Event)
     _released: threading.Event = Factory(threading.Event)
 
     def stop(self) -> None:
         self.reached.set()
-        self._released.wait()
+        if not self._released.wait(self.within):
+            raise TimeoutError(f"the hold at {self.name} was not released within {self.within:g} s")
 
     def release(self) -> None:
         self._released.set()

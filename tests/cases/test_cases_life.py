@@ -92,6 +92,7 @@ async def test_b3_requests_submitted_during_the_swap_itself_are_held_for_the_new
             await anyio.wait_all_tasks_blocked()
             step.release()
             await until(swap.reached.is_set)
+            await anyio.wait_all_tasks_blocked()
             assert engine.state is PolicyState.SWAPPING and set(outputs) == {0}
             for number in (4, 5, 6):
                 tasks.start_soon(run, number)

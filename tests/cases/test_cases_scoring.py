@@ -16,7 +16,7 @@ from case_support import MODEL, PAGE, WEIGHTS, HookedRunner, both_backends, new_
 from aengine import Engine, PromptError, RequestOutput, SamplingParams
 from aengine.audit.oracle import oracle_logits
 from aengine.conversation import Conversation
-from aengine.errors import RequestFailedError, TokenizerMissingError, TokenMaskError
+from aengine.errors import RequestFailedError, SamplingParamsError, TokenizerMissingError, TokenMaskError
 from aengine.testing import until
 
 PROMPT = list(range(5, 5 + 2 * PAGE + 1))
@@ -270,6 +270,9 @@ async def test_f1_what_cannot_be_resumed_is_refused_or_left_as_it_is() -> None:
         with pytest.raises(PromptError, match="params"):
             await engine.resume(attrs.evolve(part, params=None))
         assert same_samples(await engine.resume(attrs.evolve(part, params=None), params), done)
+        assert same_samples(await engine.resume(part, attrs.evolve(params, n=3, seed=None)), done)
+        with pytest.raises(SamplingParamsError, match="temperature"):
+            await engine.resume(part, attrs.evolve(params, temperature=0.5))
     async with new_engine(max_model_len=len(PROMPT) + 2) as small:
         with pytest.raises(PromptError, match="no room"):
             await small.resume(part)

@@ -13,7 +13,7 @@ from aengine.model.checkpoint import Checkpoint, checkpoint_from_module, load_ch
 from aengine.model.known import get_model
 from aengine.model.tokenizer import Tokenizer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 TEXTS = [
     "",

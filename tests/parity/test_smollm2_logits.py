@@ -12,7 +12,7 @@ from aengine.model.checkpoint import Checkpoint, load_checkpoint
 from aengine.model.decoder import Decoder
 from aengine.model.known import get_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 TEXTS = [
     "The capital of France is Paris. " * 8,

@@ -114,3 +114,9 @@ async def test_a_hold_stops_the_engine_until_it_is_released() -> None:
             assert engine.stats().num_sampled_tokens == 2
             hold.release()
             assert len((await stream.output()).outputs[0].token_ids) == 4
+
+
+def test_a_hold_that_nobody_releases_ends_by_itself() -> None:
+    hold = FaultInjector().hold("forward", at=1, within=0.01)
+    with pytest.raises(TimeoutError, match="forward 1 was not released within"):
+        hold.stop()
