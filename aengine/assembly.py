@@ -6,19 +6,26 @@ import logging
 import uuid
 from functools import partial
 
+import torch
 from attrs import frozen
 
+from aengine.auditor import Auditor
 from aengine.cache.manager import TaskCacheManager
 from aengine.cache.storage import KVStorage
 from aengine.config import EngineConfig
 from aengine.errors import ConfigError
 from aengine.events import EventLog
-from aengine.kernels.invariance import FAST, UNPACKED, probe
+from aengine.intake import Intake
+from aengine.kernels.formats import FLOAT_TYPES
+from aengine.kernels.invariance import FAST
+from aengine.kernels.warmup import warm_up_torch
 from aengine.model.checkpoint import Checkpoint
 from aengine.model.decoder import Decoder
-from aengine.model.shared import share_weights, shared_linear_shapes
+from aengine.model.numerics import decoder_shape, probe_numerics
+from aengine.model.shared import share_weights
 from aengine.model.spec import ModelSpec
-from aengine.model.weights import DecoderWeights, build_weights, linear_shapes
+from aengine.model.weights import DecoderWeights, build_weights
+from aengine.outputs import NumericsLabel
 from aengine.plan import Planner
 from aengine.policy.digest import combine_digests, digest_each
 from aengine.policy.gate import PolicyGate
@@ -55,13 +62,19 @@ class Assembly:
     planner: Planner
     scheduler: Scheduler
     updater: WeightUpdater
+    auditor: Auditor
     journal: Journal
-    reader: PromptReader
+    intake: Intake
 
     def close(self) -> None:
         """Let go of threads and files. Raises `LedgerError` if the ledger's end cannot be written."""
         self.worker.close()
         self.journal.close()
+
+    @property
+    def numerics(self) -> NumericsLabel:
+        """What is promised of the bits of every sample."""
+        return self.runner.decoder.weights.strategy.mode
 
     def stats(self) -> EngineStats:
         cache, numerics = self.cache.stats(), self.runner.decoder.weights.strategy
@@ -79,7 +92,12 @@ class Assembly:
             pages=cache.pages,
             prefix=PrefixStats(cache.query_tokens, cache.hit_tokens),
             numerics=numerics.mode,
-            products={f"{c.shape.out_features} x {c.shape.in_features}": c.strategy for c in numerics.choices},
+            dtype=str(self.runner.decoder.weights.dtype).removeprefix("torch."),
+            max_sequence_len=self.intake.reader.max_new_tokens(()),
+            products={str(choice.shape): choice.strategy for choice in numerics.choices},
+            operators={finding.name: finding.strategy for finding in numerics.operators},
+            unverified=numerics.complaints(),
+            audits=self.auditor.totals(),
         )
 
 
@@ -109,10 +127,11 @@ async def assemble(checkpoint: Checkpoint, config: EngineConfig, *, share: bool 
         max_model_len=max_model_len,
         capacity=cache.capacity_tokens,
     )
-    return _connect(config, worker, runner, version, journal, cache, reader)
+    return _connect(checkpoint, config, worker, runner, version, journal, cache, reader)
 
 
 def _connect(
+    checkpoint: Checkpoint,
     config: EngineConfig,
     worker: Worker,
     runner: ModelRunner,
@@ -131,6 +150,17 @@ def _connect(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_queued_reqs=config.max_num_queued_reqs,
     )
+    auditor = Auditor(
+        gate,
+        runner,
+        worker,
+        journal,
+        changed,
+        is_idle=lambda: not planner.has_work(gate.state),
+        fraction=config.audit_fraction,
+        seed=config.seed,
+        max_model_len=reader.max_new_tokens(()),
+    )
     scheduler = Scheduler(
         gate,
         cache,
@@ -140,13 +170,15 @@ def _connect(
         changed,
         refuse_when_full=config.when_queue_full == "raise",
         check_integrity=config.check_integrity,
+        on_finished=auditor.offer,
     )
 
     def invalidate(lease: StableLease, end_ownership: bool) -> int:
         return cache.invalidate_cache(lease, end_ownership=end_ownership)
 
     updater = WeightUpdater(Transaction(gate, runner, scheduler, invalidate, journal, worker))
-    return Assembly(worker, runner, cache, gate, planner, scheduler, updater, journal, reader)
+    intake = Intake(reader, checkpoint.tokenizer, checkpoint.eos_token_ids, config.seed, scheduler.is_alive)
+    return Assembly(worker, runner, cache, gate, planner, scheduler, updater, auditor, journal, intake)
 
 
 def _take(loading: Outcome[Loaded]) -> Loaded:
@@ -176,6 +208,7 @@ def _num_pages(spec: ModelSpec, config: EngineConfig, max_model_len: int) -> int
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         page_size=config.page_size,
+        dtype=FLOAT_TYPES[config.dtype],
     )
     affordable = config.kv_cache_memory // page_bytes
     if affordable == 0:
@@ -184,23 +217,30 @@ def _num_pages(spec: ModelSpec, config: EngineConfig, max_model_len: int) -> int
     return min(affordable, config.max_num_seqs * -(-max_model_len // config.page_size))
 
 
-def _weights(checkpoint: Checkpoint, config: EngineConfig, share: bool) -> DecoderWeights:
-    spec, is_fast = checkpoint.spec, config.numerics == "fast"
+def _weights(checkpoint: Checkpoint, config: EngineConfig, max_model_len: int, share: bool) -> DecoderWeights:
+    spec, dtype = checkpoint.spec, FLOAT_TYPES[config.dtype]
+    if share and dtype != torch.float32:
+        raise ConfigError("dtype", config.dtype, "an engine that shares a module's parameters computes in float32")
+    numerics = FAST
+    if config.numerics == "invariant":
+        shape = decoder_shape(spec, page_size=config.page_size, max_model_len=max_model_len, dtype=dtype)
+        numerics = probe_numerics(spec, shape, share=share)
     if share:
-        numerics = FAST if is_fast else probe(shared_linear_shapes(spec), UNPACKED)
         return share_weights(spec, checkpoint.tensors, numerics)
-    return build_weights(spec, checkpoint.tensors, FAST if is_fast else probe(linear_shapes(spec)))
+    return build_weights(spec, checkpoint.tensors, numerics, dtype)
 
 
 def _load(checkpoint: Checkpoint, config: EngineConfig, max_model_len: int, num_pages: int, share: bool) -> Loaded:
     spec = checkpoint.spec
-    weights = _weights(checkpoint, config, share)
+    warm_up_torch()
+    weights = _weights(checkpoint, config, max_model_len, share)
     storage = KVStorage(
         num_layers=spec.num_layers,
         num_pages=num_pages,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         page_size=config.page_size,
+        dtype=weights.dtype,
     )
     parts = digest_each(weights.named_tensors())
     installed = StagedWeights(weights, combine_digests(parts), {} if share else parts)

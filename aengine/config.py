@@ -40,12 +40,20 @@ def _seed(_: EngineConfig, attribute: Attribute[Any], value: object) -> None:
         raise ConfigError(attribute.name, value, "must be an integer in [0, 2**64)")
 
 
+def _fraction(_: EngineConfig, attribute: Attribute[Any], value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ConfigError(attribute.name, value, "must be a number in [0, 1]")
+
+
 @frozen(kw_only=True)
 class EngineConfig:
     """Settings of one engine, validated when made; a bad value raises `ConfigError`."""
 
-    dtype: Literal["float32"] = field(default="float32", validator=_one_of("float32"))
-    """Type of weights, activations and KV. Checkpoints in other float types are converted."""
+    dtype: Literal["float32", "bfloat16", "float16"] = field(
+        default="float32", validator=_one_of("float32", "bfloat16", "float16")
+    )
+    """Type of weights, activations and KV. Checkpoints in other float types are converted, once. The 16-bit types halve
+    the KV; sums are float32 in any case, and so are log-probabilities."""
     page_size: int = field(default=16, validator=_positive)
     """Tokens per KV page; only full pages are shared, so 1 turns prefix caching off."""
     num_pages: int | None = field(default=None, validator=_optional_positive)
@@ -76,5 +84,8 @@ class EngineConfig:
     """File that records every version, update and invalidation (`policy.ledger`); continued if it exists."""
     seed: int = field(default=0, validator=_seed)
     """Seeds the seeds of requests that give none."""
+    audit_fraction: float = field(default=0.0, validator=_fraction)
+    """Share of the samples that end to replay when there is nothing else to do, before their version is replaced
+    (`auditor`); one that does not reproduce is among the events. `seed` decides which."""
     check_integrity: bool = field(default=False, validator=_one_of(True, False))
     """Prove the page accounting after every step; for tests, it is linear in the pool."""

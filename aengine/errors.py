@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AttributionError",
+    "AuditError",
     "CheckpointError",
     "ConfigError",
     "EngineClosedError",
@@ -34,16 +35,19 @@ __all__ = [
     "PageAccountingError",
     "PromptError",
     "PromptsFileError",
+    "ProvenanceError",
     "QueueFullError",
     "RequestFailedError",
     "RequestIdInUseError",
     "RolloutBatchError",
     "RolloutFileError",
     "SamplingParamsError",
+    "SnapshotError",
     "StaleLeaseError",
     "StaleVersionError",
     "TokenMaskError",
     "TokenizerMissingError",
+    "UnknownVersionError",
     "UnsupportedModelError",
     "VerificationError",
     "WeightUpdateError",
@@ -225,5 +229,30 @@ class RolloutFileError(EngineError, ValueError):
     """A rollouts file is damaged, belongs to another run, or is being written by one."""
 
 
+class SnapshotError(EngineError):
+    """A snapshot store is missing, damaged or cannot be used; `path` says which of its files."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"snapshots: {path}: {reason}")
+        self.path, self.reason = path, reason
+
+
 class VerificationError(EngineError):
     """A sample is not what its label says: the labelled weights give its tokens other log-probabilities."""
+
+
+class ProvenanceError(EngineError, ValueError):
+    """The spans of a sample contradict its tokens or each other, so that nobody can say what made it."""
+
+
+class UnknownVersionError(EngineError, LookupError):
+    """The weights of a policy version are not at hand."""
+
+    def __init__(self, version: int, known: Sequence[int]) -> None:
+        known_ones = ", ".join(map(str, known)) or "none"
+        super().__init__(f"the weights of policy version {version} are not at hand (known: {known_ones})")
+        self.version, self.known = version, tuple(known)
+
+
+class AuditError(EngineError, ValueError):
+    """An audit cannot be made as asked, or the report that it is to go on with is damaged or of another one."""

@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 from attrs import frozen
 
 from aengine.params import SamplingParams
 
-__all__ = ["Alternatives", "CompletionOutput", "FinishReason", "KVSpan", "RequestOutput", "VersionSpan"]
+__all__ = [
+    "Alternatives",
+    "CompletionOutput",
+    "FinishReason",
+    "KVSpan",
+    "NumericsLabel",
+    "RequestOutput",
+    "VersionSpan",
+    "weakest",
+]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+NumericsLabel = Literal["invariant", "unverified", "fast"]
+"""What is promised of a sample's bits; see `EngineStats.numerics`."""
+
+PROMISES: tuple[NumericsLabel, ...] = ("fast", "unverified", "invariant")
+"""Weakest first."""
+
+
+def weakest(labels: Iterable[NumericsLabel]) -> NumericsLabel:
+    """What is promised of something that was made in several parts."""
+    return min(labels, key=PROMISES.index)
 
 
 Alternatives = tuple[tuple[int, float], ...]
@@ -114,3 +135,7 @@ class RequestOutput:
     ended before the prompt was computed."""
     params: SamplingParams | None = None
     """The parameters that the request was submitted with."""
+    has_token_mask: bool = False
+    """Whether a token mask decided what could be sampled; without it the draws cannot be repeated."""
+    numerics: NumericsLabel = "unverified"
+    """What is promised of the bits of these samples."""

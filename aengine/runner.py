@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from attrs import Factory, define, field
 from torch import Tensor
 
@@ -25,7 +24,7 @@ __all__ = ["ModelRunner", "SharedModelRunner", "StepResult"]
 
 StepResult = list[Drawn | EngineError]
 
-MAX_LOGIT_ROWS = 256
+MAX_LOGIT_ROWS = 128
 """Rows of logits that are held at once; more are made in several turns."""
 
 
@@ -69,10 +68,11 @@ class ModelRunner:
         """Check, copy, pack and digest new weights. Raises `WeightsMismatchError`, also for weights that are not
         finite unless told not to look."""
         matched = self.check(tensors)
-        weights = build_weights(self.decoder.spec, matched, self.decoder.weights.strategy)
+        dtype = self.decoder.weights.dtype
+        weights = build_weights(self.decoder.spec, matched, self.decoder.weights.strategy, dtype)
         if check_finite:
             refuse_non_finite(weights.named_tensors())
-        types = Counter(str(t.dtype).removeprefix("torch.") for t in matched.values() if t.dtype != torch.float32)
+        types = Counter(str(t.dtype).removeprefix("torch.") for t in matched.values() if t.dtype != dtype)
         parts = digest_each(weights.named_tensors(), self._hashed())
         return StagedWeights(weights, combine_digests(parts), parts, dict(types))
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from attrs import frozen
 
 from aengine.cache.state import PageStats
+from aengine.outputs import NumericsLabel
 from aengine.policy.updater import UpdateOutcome, UpdateTotals
 
-__all__ = ["EngineStats", "PrefixStats"]
+__all__ = ["AuditTotals", "EngineStats", "PrefixStats"]
 
 
 @frozen
@@ -16,6 +17,20 @@ class PrefixStats:
 
     query_tokens: int
     hit_tokens: int
+
+
+@frozen
+class AuditTotals:
+    """Samples that the audit in the engine chose, by what became of them."""
+
+    reproduced: int = 0
+    """Bit for bit; where the engine's numerics promise no bits, closely."""
+    failed: int = 0
+    """Each has an `AuditRecord` among the events, which says why."""
+    unaudited: int = 0
+    """Left when their policy version was replaced or the engine closed, made under several versions, or not replayable
+    for another reason."""
+    queued: int = 0
 
 
 @frozen
@@ -40,8 +55,18 @@ class EngineStats:
     """Updates that have settled, by outcome."""
     pages: PageStats
     prefix: PrefixStats
-    numerics: str
-    """`"invariant"`: a sample's numbers do not depend on its company, by a probe of this machine. `"unverified"`: some
-    product has no strategy for which that holds. `"fast"`: it was not asked for."""
+    numerics: NumericsLabel
+    """`"invariant"`: a sample's numbers do not depend on its company, by a probe of this machine. `"unverified"`: for
+    some product or operator that does not hold. `"fast"`: it was not asked for, and nothing was probed."""
+    dtype: str
+    """Type of weights, activations and KV."""
+    max_sequence_len: int
+    """Most tokens of one sample, its prompt included, that model, settings and page pool allow."""
     products: dict[str, str]
-    """The strategy chosen for each shape of matrix product, `"outputs x inputs"`."""
+    """The strategy chosen for each shape of matrix product, `"outputs x inputs"` or `"outputs x inputs + bias"`."""
+    operators: dict[str, str]
+    """What computes each other operator; empty where nothing was probed."""
+    unverified: tuple[str, ...]
+    """Which products and operators do not hold, and what was seen of them."""
+    audits: AuditTotals
+    """Of `EngineConfig.audit_fraction`."""

@@ -95,7 +95,7 @@ def recorded_numerics(header: RolloutHeader) -> Numerics:
     if header.numerics == "fast":
         return FAST
     shapes = sorted(set(linear_shapes(header.spec, _dtype(header))))
-    names = [header.products.get(f"{shape.out_features} x {shape.in_features}", "") for shape in shapes]
+    names = [header.products.get(str(shape), "") for shape in shapes]
     if not all(name in STRATEGIES and STRATEGIES[name].is_available() for name in names):
         return probe(shapes)
     choices = (

@@ -54,7 +54,7 @@ class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
     """Type of weights, activations and KV."""
     numerics: NumericsLabel
     products: dict[str, str]
-    """The strategy of each shape of matrix product, `"outputs x inputs"`."""
+    """The strategy of each shape of matrix product, `"outputs x inputs"` or `"outputs x inputs + bias"`."""
     operators: dict[str, str]
     """What computes each other operator."""
     unverified: tuple[str, ...]

@@ -217,7 +217,7 @@ def attend_rows(
         kv_head, row = item // rows, item % rows
         context, pages = positions[row] + 1, page_tables[sequences[row]]
         scores = np.empty((group, (context + LANES - 1) // LANES * LANES), np.float32)
-        tile = np.empty((1, shape.head_dim, LANES), np.float32)  # of the type of kv, to stand in for it
+        tile = np.empty((1, shape.head_dim, LANES), kv.dtype)  # of the type of kv, to stand in for it
         query = row * row_size + kv_head * group * head_dim
         score_context(qkv, query, kv, pages, kv_head, context, tile, scores, shape)
         for head in range(group):

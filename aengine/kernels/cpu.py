@@ -1,4 +1,4 @@
-"""The compiled kernels behind torch tensors: an implementation of `Kernels` for float32 on the CPU.
+"""The compiled kernels behind torch tensors: an implementation of `Kernels` on the CPU.
 
 Inputs are contiguous; page tables and positions are trusted, since compiled code checks no bounds.
 """
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from aengine.kernels.attention import attend_rows, write_rows
+from aengine.kernels.formats import as_array
 from aengine.kernels.interface import HeadShape, PagedRows, Rotary
 from aengine.kernels.jit import RowKernel
 from aengine.kernels.rows import add_norm_rows, norm_head_rows, norm_rows, silu_mul_rows
@@ -24,29 +25,29 @@ P = ParamSpec("P")
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     result = torch.empty_like(x)
-    _choose(norm_rows, x.numel())(x.numpy(), weight.numpy(), eps, result.numpy())
+    _choose(norm_rows, x.numel())(as_array(x), as_array(weight), eps, as_array(result))
     return result
 
 
 def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     result = torch.empty_like(x)
-    _choose(add_norm_rows, x.numel())(residual.numpy(), x.numpy(), weight.numpy(), eps, result.numpy())
+    _choose(add_norm_rows, x.numel())(as_array(residual), as_array(x), as_array(weight), eps, as_array(result))
     return result
 
 
 def norm_heads(qkv: Tensor, query_weight: Tensor, key_weight: Tensor, eps: float, shape: HeadShape) -> None:
-    _choose(norm_head_rows, qkv.numel())(qkv.numpy(), query_weight.numpy(), key_weight.numpy(), eps, shape)
+    _choose(norm_head_rows, qkv.numel())(as_array(qkv), as_array(query_weight), as_array(key_weight), eps, shape)
 
 
 def rotate_and_write(qkv: Tensor, rotary: Rotary, rows: PagedRows, kv: Tensor, shape: HeadShape) -> None:
     _choose(write_rows, qkv.numel())(
-        qkv.numpy(),
+        as_array(qkv),
         rotary.cosines,
         rotary.sines,
         rows.positions,
         rows.sequences,
         rows.page_tables,
-        kv.numpy(),
+        as_array(kv),
         shape,
     )
 
@@ -55,14 +56,14 @@ def paged_attention(qkv: Tensor, rows: PagedRows, kv: Tensor, shape: HeadShape) 
     result = qkv.new_empty(qkv.shape[0], shape.num_heads * shape.head_dim)
     longest_context = rows.page_tables.shape[1] * shape.page_size
     _choose(attend_rows, result.numel() * longest_context)(
-        qkv.numpy(), rows.positions, rows.sequences, rows.page_tables, kv.numpy(), result.numpy(), shape
+        as_array(qkv), rows.positions, rows.sequences, rows.page_tables, as_array(kv), as_array(result), shape
     )
     return result
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     result = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    _choose(silu_mul_rows, gate_up.numel())(gate_up.numpy(), result.numpy())
+    _choose(silu_mul_rows, gate_up.numel())(as_array(gate_up), as_array(result))
     return result
 
 

@@ -55,7 +55,10 @@ class PagedRows(Protocol):
 
 
 class Kernels(Protocol):
-    """Operators on contiguous float32 tensors of R rows; a row's result depends on that row (and its context) alone.
+    """Operators on contiguous tensors of R rows; a row's result depends on that row (and its context) alone.
+
+    All tensors of a call are float32, bfloat16 or float16. Inside an operator numbers are float32; what it returns or
+    writes in place is rounded to the tensors' type, once. Rotary tables are float32 in any case.
 
     `kv` is one layer of the cache, [pages, kv heads, 2 * head_dim * page_size]: for one page and head first the keys as
     [head_dim, page_size], then the values as [page_size, head_dim].

@@ -12,7 +12,8 @@ __all__ = ["add_rms_norm", "norm_heads", "paged_attention", "rms_norm", "rotate_
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+    wide = widen(x)
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * widen(weight)).to(x.dtype)
 
 
 def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -31,7 +32,7 @@ def rotate_and_write(qkv: Tensor, rotary: Rotary, rows: PagedRows, kv: Tensor, s
     cosines = torch.from_numpy(rotary.cosines[rows.positions])[:, None]  # [R, 1, head_dim / 2]
     sines = torch.from_numpy(rotary.sines[rows.positions])[:, None]
     for heads in (queries, keys):
-        first, second = heads.chunk(2, dim=-1)
+        first, second = widen(heads).chunk(2, dim=-1)
         heads.copy_(torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1))
     key_pages, value_pages = split_pages(kv, shape)
     for row, (position, sequence) in enumerate(zip(rows.positions, rows.sequences, strict=True)):
@@ -46,15 +47,20 @@ def paged_attention(qkv: Tensor, rows: PagedRows, kv: Tensor, shape: HeadShape) 
     result = torch.empty_like(queries)
     for row, (position, sequence) in enumerate(zip(rows.positions, rows.sequences, strict=True)):
         keys, values = gather_context(kv, rows.page_tables[sequence].tolist(), int(position) + 1, shape)
-        grouped = queries[row].view(shape.num_kv_heads, group, shape.head_dim)
-        weights = F.softmax(grouped @ keys * shape.head_dim**-0.5, dim=-1)  # [kv heads, group, context]
-        result[row] = (weights @ values).view(shape.num_heads, shape.head_dim)
+        grouped = widen(queries[row]).view(shape.num_kv_heads, group, shape.head_dim)
+        weights = F.softmax(grouped @ widen(keys) * shape.head_dim**-0.5, dim=-1)  # [kv heads, group, context]
+        result[row] = (weights @ widen(values)).view(shape.num_heads, shape.head_dim)
     return result.flatten(1)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    gate, up = widen(gate_up).chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def widen(x: Tensor) -> Tensor:
+    """16-bit numbers as float32; others as they are, so that float64 is computed in float64."""
+    return x.float() if x.dtype.itemsize < torch.float32.itemsize else x
 
 
 def split_heads(qkv: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,8 +4,8 @@ With a vector type the order of arithmetic stands in the source: which position 
 fused with a sum, in which order lanes are added up. Nothing depends on what the optimiser makes of a loop, so decode,
 prefill and replay give the same bits. On AVX-512 a value is one register, on AVX2 two.
 
-Arrays are contiguous float32 of any number of dimensions; indices count numbers in memory order; nothing checks
-bounds. `+ - * /` act on each lane.
+Arrays are contiguous, of any number of dimensions and any type of `formats`, whose numbers are float32 once loaded;
+indices count numbers in memory order; nothing checks bounds. `+ - * /` act on each lane.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from numba.core import cgutils
 from numba.extending import models, overload, register_model
 from numpy.typing import NDArray
 
+from aengine.kernels.formats import FORMATS
 from aengine.kernels.jit import compiled
 
 Lanes: TypeAlias = Any
-Floats: TypeAlias = NDArray[np.float32]
+Floats: TypeAlias = NDArray[Any]
 
 LANES = 16
 
@@ -59,7 +60,8 @@ def _element(context: Any, builder: Any, array_type: Any, array: Any, index: Any
 
 
 def _pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
-    return builder.bitcast(_element(context, builder, array_type, array, index), _FLOATS.as_pointer())
+    vector = ir.VectorType(FORMATS[array_type.dtype].memory, LANES)
+    return builder.bitcast(_element(context, builder, array_type, array, index), vector.as_pointer())
 
 
 def _broadcast(builder: Any, value: Any, vector: Any) -> Any:
@@ -76,7 +78,9 @@ def _call(builder: Any, name: str, arguments: Any) -> Any:
 @intrinsic
 def load(typing: Any, array: Any, index: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.load(_pointer(context, builder, signature.args[0], *arguments), align=4)
+        number = FORMATS[signature.args[0].dtype]
+        value = builder.load(_pointer(context, builder, signature.args[0], *arguments), align=number.num_bytes)
+        return number.widen(builder, value)
 
     return lanes(array, types.intp), generate
 
@@ -84,7 +88,9 @@ def load(typing: Any, array: Any, index: Any) -> Any:
 @intrinsic
 def store(typing: Any, array: Any, index: Any, value: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.store(arguments[2], _pointer(context, builder, signature.args[0], *arguments[:2]), align=4)
+        number = FORMATS[signature.args[0].dtype]
+        place = _pointer(context, builder, signature.args[0], *arguments[:2])
+        builder.store(number.narrow(builder, arguments[2]), place, align=number.num_bytes)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, lanes), generate
@@ -93,7 +99,8 @@ def store(typing: Any, array: Any, index: Any, value: Any) -> Any:
 @intrinsic
 def load_one(typing: Any, array: Any, index: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.load(_element(context, builder, signature.args[0], *arguments))
+        value = builder.load(_element(context, builder, signature.args[0], *arguments))
+        return FORMATS[signature.args[0].dtype].widen(builder, value)
 
     return types.float32(array, types.intp), generate
 
@@ -101,7 +108,8 @@ def load_one(typing: Any, array: Any, index: Any) -> Any:
 @intrinsic
 def store_one(typing: Any, array: Any, index: Any, number: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.store(arguments[2], _element(context, builder, signature.args[0], *arguments[:2]))
+        value = FORMATS[signature.args[0].dtype].narrow(builder, arguments[2])
+        builder.store(value, _element(context, builder, signature.args[0], *arguments[:2]))
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.float32), generate

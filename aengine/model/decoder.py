@@ -24,6 +24,9 @@ __all__ = ["Decoder"]
 class Decoder:
     """Computes rows of tokens; every row's numbers depend on its own sequence alone.
 
+    Activations are of the weights' type, which the pages should have too; every operator computes in float32 and rounds
+    once, as `Kernels` says and as vLLM does.
+
     `weights` may be replaced, in one assignment, between two calls; a call uses what it found at its start. Results
     are new tensors; nothing is kept between calls, so several threads may call at once with different storage.
     """
@@ -56,8 +59,8 @@ class Decoder:
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden] to float32 [n, vocab]."""
-        return self.weights.head(hidden)
+        """[n, hidden] to float32 [n, vocab]; with 16-bit weights, the head's product rounded to their type."""
+        return self.weights.head(hidden).float()
 
     def _attention(self, layer: LayerWeights, x: Tensor, inputs: ForwardInputs, kv: Tensor, shape: HeadShape) -> Tensor:
         qkv = layer.qkv(x)  # [R, (heads + 2 * kv heads) * head_dim]

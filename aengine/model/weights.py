@@ -32,8 +32,8 @@ class LayerWeights:
 
 @frozen(eq=False)
 class DecoderWeights:
-    """Float32, whatever the checkpoint had. Products and norms read the very memory of `tensors`, but for packed
-    forms, which are made from it."""
+    """All of one type, whatever the checkpoint had. Products and norms read the very memory of `tensors`, but for
+    packed forms, which are made from it."""
 
     spec: ModelSpec
     strategy: Numerics
@@ -43,6 +43,11 @@ class DecoderWeights:
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor  # [hidden]
     head: Product  # to the vocabulary; of the embedding where the two are tied
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and activations."""
+        return self.embedding.dtype
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """For the digest."""
@@ -54,26 +59,29 @@ class DecoderWeights:
         return sum(tensor._version for tensor in self.tensors.values())  # noqa: SLF001
 
 
-def linear_shapes(spec: ModelSpec) -> tuple[LinearShape, ...]:
+def linear_shapes(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> tuple[LinearShape, ...]:
     """The products the decoder needs, for `probe`."""
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     return (
-        LinearShape(q_size + 2 * kv_size, spec.hidden_size, spec.attention_bias),
-        LinearShape(spec.hidden_size, q_size, spec.output_bias),
-        LinearShape(2 * spec.intermediate_size, spec.hidden_size, spec.mlp_bias),
-        LinearShape(spec.hidden_size, spec.intermediate_size, spec.mlp_bias),
-        LinearShape(spec.vocab_size, spec.hidden_size),
+        LinearShape(q_size + 2 * kv_size, spec.hidden_size, spec.attention_bias, dtype),
+        LinearShape(spec.hidden_size, q_size, spec.output_bias, dtype),
+        LinearShape(2 * spec.intermediate_size, spec.hidden_size, spec.mlp_bias, dtype),
+        LinearShape(spec.hidden_size, spec.intermediate_size, spec.mlp_bias, dtype),
+        LinearShape(spec.vocab_size, spec.hidden_size, False, dtype),
     )
 
 
-def build_weights(spec: ModelSpec, tensors: Mapping[str, Tensor], strategy: Numerics) -> DecoderWeights:
-    """Copy, fuse and pack tensors under their Hugging Face names (see `match_tensors`); the input is not kept.
+def build_weights(
+    spec: ModelSpec, tensors: Mapping[str, Tensor], strategy: Numerics, dtype: torch.dtype = torch.float32
+) -> DecoderWeights:
+    """Cast, fuse and pack copies of tensors under their Hugging Face names (see `match_tensors`).
 
-    Takes about 0.2 s for 135 M parameters, and needs twice their memory for as long as the result lives, since the
-    packed forms cannot be read back.
+    The input is not kept. Takes about 0.2 s for 135 M parameters, and needs twice their memory for as long as the
+    result lives, since the packed forms cannot be read back; three times where a 16-bit type has to be widened, which
+    is 0.75 of what float32 takes. `strategy` must have been probed for `linear_shapes(spec, dtype)`.
     """
     with torch.no_grad():
-        copier = _Copier(spec, tensors, strategy)
+        copier = _Copier(spec, tensors, strategy, dtype)
         embedding = copier.copy("model.embed_tokens.weight")
         layers = tuple(_build_layer(spec, copier, f"model.layers.{index}.") for index in range(spec.num_layers))
         final_norm = copier.copy("model.norm.weight")
@@ -116,10 +124,11 @@ class _Copier:
     spec: ModelSpec
     tensors: Mapping[str, Tensor]
     strategy: Numerics
+    dtype: torch.dtype
     copies: dict[str, Tensor] = Factory(dict)
 
     def copy(self, name: str) -> Tensor:
-        self.copies[name] = self.tensors[name].detach().to(device="cpu", dtype=torch.float32, copy=True).contiguous()
+        self.copies[name] = self.tensors[name].detach().to(device="cpu", dtype=self.dtype, copy=True).contiguous()
         return self.copies[name]
 
     def linear(self, names: Sequence[str], has_bias: bool) -> Linear:
@@ -130,7 +139,7 @@ class _Copier:
     def _fuse(self, names: Sequence[str]) -> Tensor:
         if len(names) == 1:
             return self.copy(names[0])
-        parts = [self.tensors[name].detach().to(device="cpu", dtype=torch.float32) for name in names]
+        parts = [self.tensors[name].detach().to(device="cpu", dtype=self.dtype) for name in names]
         fused = torch.cat(parts)
         self.copies.update(zip(names, torch.split(fused, [len(part) for part in parts]), strict=True))
         return fused

@@ -36,7 +36,7 @@ class Batch:
 
     def empty_kv(self) -> Tensor:
         size = 2 * self.shape.head_dim * self.shape.page_size
-        return torch.full((self.num_pages, self.shape.num_kv_heads, size), torch.nan)
+        return torch.full((self.num_pages, self.shape.num_kv_heads, size), torch.nan, dtype=self.qkv.dtype)
 
     def run(self, kernels: Kernels, kv: Tensor, which: slice | list[int] = slice(None)) -> Tensor:
         """Rotate, write and attend for some of the rows, on a copy of their QKV."""
@@ -45,7 +45,7 @@ class Batch:
         return kernels.paged_attention(qkv, rows, kv, self.shape)
 
 
-def make_batch(shape: HeadShape, lengths: Sequence[int], seed: int = 0) -> Batch:
+def make_batch(shape: HeadShape, lengths: Sequence[int], seed: int = 0, dtype: torch.dtype = torch.float32) -> Batch:
     """Pages are dealt out at random; all else depends on seed, lengths and heads only, not on the page size."""
     numbers = np.random.default_rng(seed)
     row_size = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
@@ -59,7 +59,7 @@ def make_batch(shape: HeadShape, lengths: Sequence[int], seed: int = 0) -> Batch
         page_tables=page_tables,
     )
     rotary = Rotary(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32))
-    return Batch(rows, qkv, rotary, shape, page_tables.size)
+    return Batch(rows, qkv.to(dtype), rotary, shape, page_tables.size)
 
 
 @contextmanager

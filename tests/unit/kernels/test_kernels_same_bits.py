@@ -16,6 +16,10 @@ from aengine.kernels.interface import HeadShape
 
 HEADS = (6, 2, 24)
 
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+in_every_type = pytest.mark.parametrize("dtype", TYPES, ids=str)
+
 
 def whole(batch: Batch) -> Tensor:
     return batch.run(cpu, batch.empty_kv())
@@ -33,51 +37,61 @@ def always_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "PARALLEL_FROM", 0)
 
 
+@in_every_type
 @pytest.mark.parametrize("page_size", [1, 2, 4, 64])
-def test_page_size_changes_no_bit(page_size: int) -> None:
+def test_page_size_changes_no_bit(page_size: int, dtype: torch.dtype) -> None:
     lengths = [67, 16, 1, 30]
-    expected = whole(make_batch(HeadShape(*HEADS, 16), lengths))
-    assert torch.equal(whole(make_batch(HeadShape(*HEADS, page_size), lengths)), expected)
+    expected = whole(make_batch(HeadShape(*HEADS, 16), lengths, dtype=dtype))
+    assert torch.equal(whole(make_batch(HeadShape(*HEADS, page_size), lengths, dtype=dtype)), expected)
 
 
+@in_every_type
 @pytest.mark.parametrize("page_size", [4, 16])
-def test_decoding_step_by_step_gives_the_bits_of_a_whole_prefill(page_size: int) -> None:
-    batch = make_batch(HeadShape(*HEADS, page_size), [40])
+def test_decoding_step_by_step_gives_the_bits_of_a_whole_prefill(page_size: int, dtype: torch.dtype) -> None:
+    batch = make_batch(HeadShape(*HEADS, page_size), [40], dtype=dtype)
     assert torch.equal(in_chunks(batch, [1] * 40), whole(batch))
 
 
-@settings(max_examples=25)
-@given(sizes=st.lists(st.integers(1, 20), min_size=1, max_size=6), page_size=st.integers(1, 40))
-def test_chunks_of_any_size_give_the_bits_of_a_whole_prefill(sizes: list[int], page_size: int) -> None:
-    batch = make_batch(HeadShape(*HEADS, page_size), [sum(sizes)])
-    expected = whole(make_batch(HeadShape(*HEADS, 16), [sum(sizes)]))
+@settings(max_examples=40)
+@given(
+    sizes=st.lists(st.integers(1, 20), min_size=1, max_size=6),
+    page_size=st.integers(1, 40),
+    dtype=st.sampled_from(TYPES),
+)
+def test_chunks_of_any_size_give_the_bits_of_a_whole_prefill(
+    sizes: list[int], page_size: int, dtype: torch.dtype
+) -> None:
+    batch = make_batch(HeadShape(*HEADS, page_size), [sum(sizes)], dtype=dtype)
+    expected = whole(make_batch(HeadShape(*HEADS, 16), [sum(sizes)], dtype=dtype))
     assert torch.equal(in_chunks(batch, sizes), expected)
 
 
-def test_a_sequence_alone_has_the_bits_it_has_in_a_batch() -> None:
-    batch = make_batch(HeadShape(*HEADS, 4), [23, 9, 31, 2])
+@in_every_type
+def test_a_sequence_alone_has_the_bits_it_has_in_a_batch(dtype: torch.dtype) -> None:
+    batch = make_batch(HeadShape(*HEADS, 4), [23, 9, 31, 2], dtype=dtype)
     expected, kv = whole(batch), batch.empty_kv()
     for sequence in range(4):
         rows = (batch.rows.sequences == sequence).nonzero()[0].tolist()
         assert torch.equal(batch.run(cpu, kv, rows), expected[rows])
 
 
+@in_every_type
 @pytest.mark.usefixtures("always_parallel")
-def test_threads_change_no_bit_of_attention() -> None:
-    batch = make_batch(HeadShape(*HEADS, 4), [23, 90, 31, 2])
+def test_threads_change_no_bit_of_attention(dtype: torch.dtype) -> None:
+    batch = make_batch(HeadShape(*HEADS, 4), [23, 90, 31, 2], dtype=dtype)
     with torch_threads(1):
         expected = whole(batch)
     with torch_threads(2):
         assert torch.equal(whole(batch), expected)
 
 
+@in_every_type
 @pytest.mark.usefixtures("always_parallel")
 @pytest.mark.parametrize("width", [50, 576])
-def test_threads_and_neighbours_change_no_bit_of_norms_and_activation(width: int) -> None:
-    x, gate_up, weight = torch.randn(37, width), torch.randn(37, 2 * width), torch.rand(width)
+def test_threads_and_neighbours_change_no_bit_of_norms_and_activation(width: int, dtype: torch.dtype) -> None:
     shape = HeadShape(3, 1, width // 5 // 2 * 2, 4)
-    qkv = torch.randn(37, shape.row_size)
-    head_weight = torch.rand(shape.head_dim)
+    x, gate_up, qkv = (torch.randn(37, size).to(dtype) for size in (width, 2 * width, shape.row_size))
+    weight, head_weight = torch.rand(width).to(dtype), torch.rand(shape.head_dim).to(dtype)
 
     def run(rows: slice) -> list[Tensor]:
         heads = qkv[rows].clone()

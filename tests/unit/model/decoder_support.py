@@ -25,8 +25,8 @@ def make_spec(**config: Any) -> ModelSpec:
     return ModelSpec.from_config(TINY | config)
 
 
-def make_decoder(spec: ModelSpec, seed: int = 0, **options: Any) -> Decoder:
-    weights = build_weights(spec, random_tensors(spec, seed), probe(linear_shapes(spec)))
+def make_decoder(spec: ModelSpec, seed: int = 0, dtype: torch.dtype = torch.float32, **options: Any) -> Decoder:
+    weights = build_weights(spec, random_tensors(spec, seed), probe(linear_shapes(spec, dtype)), dtype)
     return Decoder(spec, weights, max_model_len=128, **options)
 
 
@@ -50,6 +50,7 @@ class Session:
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             page_size=self.page_size,
+            dtype=self.decoder.weights.dtype,
         )
         for layer in self.storage.layers:
             layer.fill_(torch.nan)

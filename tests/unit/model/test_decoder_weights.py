@@ -9,7 +9,7 @@ import torch
 from decoder_support import Session, make_decoder, make_spec, random_ids
 
 from aengine.kernels.invariance import FAST, probe
-from aengine.model.weights import build_weights, linear_shapes
+from aengine.model.weights import build_weights, linear_shapes, repack_weights
 from aengine.testing import random_tensors
 
 CONFIGS: list[dict[str, Any]] = [
@@ -52,6 +52,29 @@ def test_parameters_and_other_types_are_copied_to_plain_float32() -> None:
         assert not tensor.requires_grad
         assert tensor.is_contiguous()
         assert torch.equal(tensor, tensors[name].float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_tensors_are_held_in_the_type_asked_for(config: dict[str, Any], dtype: torch.dtype) -> None:
+    spec = make_spec(**config)
+    tensors = random_tensors(spec, 0)
+    weights = build_weights(spec, tensors, probe(linear_shapes(spec, dtype)), dtype)
+    assert weights.dtype == dtype
+    for name, tensor in weights.named_tensors():
+        assert torch.equal(tensor, tensors[name].to(dtype))
+        assert tensor.dtype == dtype
+
+
+def test_weights_written_over_are_packed_again_in_their_type() -> None:
+    spec = make_spec()
+    decoder, other = (make_decoder(spec, seed, torch.bfloat16) for seed in (1, 2))
+    with torch.no_grad():
+        for name, tensor in decoder.weights.named_tensors():
+            tensor.copy_(random_tensors(spec, 2)[name])
+    decoder.weights = repack_weights(decoder.weights)
+    ids = random_ids(9)
+    assert torch.equal(Session(decoder).feed((0, ids)), Session(other).feed((0, ids)))
 
 
 def test_a_tied_head_is_the_embedding_and_listed_once() -> None:
