@@ -94,6 +94,7 @@ class Assembly:
             numerics=numerics.mode,
             dtype=str(self.runner.decoder.weights.dtype).removeprefix("torch."),
             max_sequence_len=self.intake.reader.max_new_tokens(()),
+            is_shared=isinstance(self.runner, SharedModelRunner),
             products={str(choice.shape): choice.strategy for choice in numerics.choices},
             operators={finding.name: finding.strategy for finding in numerics.operators},
             unverified=numerics.complaints(),

@@ -62,6 +62,8 @@ class EngineStats:
     """Type of weights, activations and KV."""
     max_sequence_len: int
     """Most tokens of one sample, its prompt included, that model, settings and page pool allow."""
+    is_shared: bool
+    """Whether it computes with a trainer's own parameters (`share=True`), whose products are not fused."""
     products: dict[str, str]
     """The strategy chosen for each shape of matrix product, `"outputs x inputs"` or `"outputs x inputs + bias"`."""
     operators: dict[str, str]

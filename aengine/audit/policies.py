@@ -11,10 +11,11 @@ from torch import Tensor
 from aengine.audit.record import RolloutHeader
 from aengine.audit.snapshots import SnapshotStore
 from aengine.errors import AuditError, SnapshotError, UnknownVersionError
-from aengine.kernels.invariance import FAST, LinearChoice, Numerics, probe
+from aengine.kernels.invariance import FAST, UNPACKED, LinearChoice, Numerics, probe
 from aengine.kernels.linear import STRATEGIES
 from aengine.model.checkpoint import Checkpoint
 from aengine.model.matching import match_tensors
+from aengine.model.shared import share_weights, shared_linear_shapes
 from aengine.model.spec import ModelSpec
 from aengine.model.weights import DecoderWeights, build_weights, linear_shapes
 from aengine.policy.digest import digest_tensors
@@ -40,6 +41,8 @@ class PolicyWeights:
     load: LoadTensors
     versions: tuple[int, ...]
     dtype: torch.dtype = torch.float32
+    is_shared: bool = False
+    """Whether products are to be unfused, as those of an engine that shares a module's parameters."""
     _held: dict[int, DecoderWeights] = field(factory=dict, init=False)
 
     def __call__(self, version: int) -> DecoderWeights:
@@ -49,9 +52,15 @@ class PolicyWeights:
         if weights is None:
             while len(self._held) >= HELD:
                 del self._held[next(iter(self._held))]
-            weights = build_weights(self.spec, self.load(version), self.numerics, self.dtype)
+            weights = self._build(self.load(version))
         self._held[version] = weights  # the one used last comes last
         return weights
+
+    def _build(self, tensors: Mapping[str, Tensor]) -> DecoderWeights:
+        if not self.is_shared:
+            return build_weights(self.spec, tensors, self.numerics, self.dtype)
+        own = {name: tensor.to(self.dtype).contiguous() for name, tensor in tensors.items()}
+        return share_weights(self.spec, own, self.numerics)
 
 
 def policies_of_snapshots(store: SnapshotStore, header: RolloutHeader, digests: Mapping[int, str]) -> PolicyWeights:
@@ -73,7 +82,8 @@ def policies_of_snapshots(store: SnapshotStore, header: RolloutHeader, digests: 
             raise SnapshotError(store.path, f"version {version} is of another model than the rollouts")
         return snapshot.tensors
 
-    return PolicyWeights(header.spec, recorded_numerics(header), load, tuple(versions), _dtype(header))
+    numerics = recorded_numerics(header)
+    return PolicyWeights(header.spec, numerics, load, tuple(versions), _dtype(header), header.is_shared)
 
 
 def policies_of_model(checkpoint: Checkpoint, header: RolloutHeader, digests: Mapping[int, str]) -> PolicyWeights:
@@ -87,17 +97,18 @@ def policies_of_model(checkpoint: Checkpoint, header: RolloutHeader, digests: Ma
     if not versions:
         known = ", ".join(f"version {number} with {recorded}" for number, recorded in digests.items())
         raise AuditError(f"the weights of {checkpoint.name} have digest {digest}; the rollouts are of {known}")
-    return PolicyWeights(header.spec, numerics, lambda _: tensors, versions, dtype)
+    return PolicyWeights(header.spec, numerics, lambda _: tensors, versions, dtype, header.is_shared)
 
 
 def recorded_numerics(header: RolloutHeader) -> Numerics:
     """The products that the header says were used, where this machine has them; else what a probe chooses here."""
     if header.numerics == "fast":
         return FAST
-    shapes = sorted(set(linear_shapes(header.spec, _dtype(header))))
+    shared, fused = shared_linear_shapes(header.spec), linear_shapes(header.spec, _dtype(header))
+    shapes = sorted(set(shared if header.is_shared else fused))
     names = [header.products.get(str(shape), "") for shape in shapes]
     if not all(name in STRATEGIES and STRATEGIES[name].is_available() for name in names):
-        return probe(shapes)
+        return probe(shapes, UNPACKED if header.is_shared else ())
     choices = (
         LinearChoice(shape, name, single_row=False, holds=True) for shape, name in zip(shapes, names, strict=True)
     )

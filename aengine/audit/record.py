@@ -53,6 +53,8 @@ class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
     dtype: str
     """Type of weights, activations and KV."""
     numerics: NumericsLabel
+    is_shared: bool
+    """Whether the engine computed with a trainer's own parameters, whose products are not fused."""
     products: dict[str, str]
     """The strategy of each shape of matrix product, `"outputs x inputs"` or `"outputs x inputs + bias"`."""
     operators: dict[str, str]
@@ -131,6 +133,7 @@ def rollout_header(
         policy=policy,
         dtype=stats.dtype,
         numerics=stats.numerics,
+        is_shared=stats.is_shared,
         products=stats.products,
         operators=stats.operators,
         unverified=stats.unverified,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -12,7 +13,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from aengine import Engine, EngineConfig, EngineInvalidatedError, RequestOutput, SamplingParams, WeightUpdateError
 from aengine.audit.oracle import oracle_logprobs
+from aengine.audit.policies import policies_of_snapshots
+from aengine.audit.record import SampleRecord, rollout_header, sample_records
+from aengine.audit.replay import Replayer
+from aengine.audit.snapshots import SnapshotStore
+from aengine.audit.verdict import Reproduced
 from aengine.errors import InsideWeightUpdateError, RequestFailedError
+from aengine.model.checkpoint import checkpoint_from_module
 from aengine.model.spec import ModelSpec
 from aengine.rl import PolicyTracker
 from aengine.testing import TINY, until
@@ -168,3 +175,27 @@ async def test_a_copying_engine_refuses_bodies_and_a_sharing_one_refuses_sources
     with pytest.raises(Exception, match="cannot be shared"):
         async with share(half):
             pass
+
+
+async def test_k3_samples_of_a_shared_module_replay_from_snapshots_with_its_unfused_products(tmp_path: Path) -> None:
+    """A wide model: fused, the products of its layers have other bits."""
+    torch.manual_seed(0)
+    wide = {"hidden_size": 320, "intermediate_size": 864, "num_attention_heads": 5, "num_key_value_heads": 5}
+    fields = {k: v for k, v in TINY.items() if k not in ("architectures", "head_dim")} | wide
+    module = LlamaForCausalLM(LlamaConfig(**fields))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    store, params = SnapshotStore(tmp_path / "snapshots"), SamplingParams(n=4, max_tokens=24, seed=3, ignore_eos=True)
+    records: list[SampleRecord] = []
+    async with share(module) as engine:
+        checkpoint = checkpoint_from_module(module)
+        header = rollout_header(checkpoint, engine.installed_policy, engine.stats(), params)
+        for _ in range(2):
+            output = await engine.generate(list(range(20)), params)
+            records += sample_records(output.request_id, output, params)
+            assert all(isinstance(replay.verdict, Reproduced) for replay in await engine.replay([output]))
+            await engine.save_snapshot(store)
+            async with engine.weight_update():
+                take_step(module, optimizer)
+    policies = policies_of_snapshots(store, header, {0: header.policy.digest})
+    replayer = Replayer(checkpoint.spec, policies, header.max_sequence_len, header.eos_token_ids)
+    assert [replay.verdict for replay in replayer.replay(records)] == [Reproduced(num_tokens=24)] * 8

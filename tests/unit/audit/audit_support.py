@@ -26,6 +26,7 @@ def header(**changes: Any) -> RolloutHeader:
             "policy": POLICY,
             "dtype": "float32",
             "numerics": "invariant",
+            "is_shared": False,
             "products": {"64 x 32": "onednn"},
             "operators": {"rms_norm": "numba"},
             "unverified": (),
