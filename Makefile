@@ -15,7 +15,7 @@ MODEL := smollm2-135m
 # page=module that prints it
 GENERATED := docs/generated/statemachines.md=statemachines docs/reference/rollout.schema.json=aengine.audit
 SPECS := pyproject.toml constraints.txt
-BENCHMARKS := cache update scheduler rollout numerics
+BENCHMARKS := cache update scheduler reference throughput numerics
 
 .PHONY: help demo test check bench docs clean
 
