@@ -57,6 +57,7 @@ def header(number: int = 0, digest: str = "digest 0") -> RolloutHeader:
         policy=PolicyVersion(number, digest),
         dtype="float32",
         numerics="invariant",
+        is_shared=False,
         products={},
         operators={},
         unverified=(),
