@@ -12,6 +12,7 @@ from ledger_disk import MemoryDisk, open_ledger
 from aengine.policy.ledger import Ledger
 from aengine.policy.ledger_records import (
     AckRecord,
+    AuditRecord,
     CommitRecord,
     FailureRecord,
     FenceRecord,
@@ -36,6 +37,7 @@ EVENTS = (
     "pause",
     "resume",
     "reset",
+    "audit",
     "reopen",
     "crash",
     "crash in a line",
@@ -153,6 +155,11 @@ class Scribe:
 
     def on_reset(self) -> None:
         self.invalidate("reset")
+
+    def on_audit(self) -> None:
+        self.ledger.append(
+            AuditRecord(request_id="request-7", index=1, verdict="not_reproduced", reason="token 3: another draw")
+        )
 
     def on_reopen(self) -> None:
         self.ledger.close()

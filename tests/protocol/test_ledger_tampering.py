@@ -19,7 +19,7 @@ from aengine.policy.ledger_records import GENESIS, CommitRecord, OpenRecord, Rec
 
 def write_ledger() -> list[bytes]:
     """A closed ledger with every kind of record, as lines."""
-    scribe = Scribe().play(["commit", "not durable", "commit", "no-op", "reset", "torn", "commit"])
+    scribe = Scribe().play(["commit", "not durable", "commit", "no-op", "reset", "audit", "torn", "commit"])
     scribe.ledger.close()
     return scribe.disk.read().splitlines(keepends=True)
 

@@ -27,7 +27,7 @@ from aengine.policy.ledger_records import AckRecord, FailureRecord
 from aengine.policy.version import PolicyVersion
 from aengine.testing import TINY
 
-ONE_OF_EACH = ["commit", "not durable", "pause", "resume", "no-op", "reset", "torn", "refused", "commit"]
+ONE_OF_EACH = ["commit", "not durable", "pause", "resume", "no-op", "reset", "audit", "torn", "refused", "commit"]
 
 
 def run(*args: object) -> Result:
@@ -101,7 +101,7 @@ def test_a_legal_ledger_is_summed_up_in_a_few_lines(ledger: Path) -> None:
     assert result.exit_code == 0
     assert result.stdout.splitlines() == [
         f"{ledger}: legal",
-        "  49 records in 1 run",
+        "  50 records in 1 run",
         "  versions 0 to 2, the last with digest digest 3",
         "  2 updates committed, 1 withdrawn, 3 failed",
     ]
