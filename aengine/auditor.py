@@ -8,10 +8,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import anyio.lowlevel
 from attrs import Factory, define, field
 
 from aengine.audit.record import SampleRecord, sample_records
-from aengine.audit.replay import Replay, Replayer
+from aengine.audit.replay import EPSILONS, Replay, Replayer
 from aengine.audit.verdict import Consistent, NotReproduced, OtherBits, Reproduced, Unauditable
 from aengine.errors import UnknownVersionError
 from aengine.model.weights import DecoderWeights
@@ -64,6 +65,7 @@ class Auditor:
             weights_of=self._installed_weights,
             max_sequence_len=self.max_model_len,
             eos_token_ids=self.runner.eos_token_ids,
+            epsilon=EPSILONS[self.runner.decoder.weights.dtype],
         )
         self.gate.on_transition(self._on_transition)
 
@@ -86,6 +88,7 @@ class Auditor:
     async def run(self) -> None:
         """Replay what is chosen, one sample after the other, until cancelled."""
         while True:
+            await anyio.lowlevel.checkpoint()  # the worker's jobs end before a cancellation is seen
             lease = self.gate.try_lease() if self._queue and self.is_idle() else None
             if lease is None:
                 await self.changed.wait()
@@ -124,17 +127,27 @@ class Auditor:
         self.journal.append(failure)
 
     async def replay(self, records: Sequence[SampleRecord]) -> list[Replay]:
-        """A verdict on each record under the installed version, which no update replaces meanwhile."""
-        while (lease := self.gate.try_lease()) is None:
-            self.gate.installed()
-            await self.changed.wait()
-        replays: list[Replay] = []
+        """A verdict on each record under the installed version, which no update replaces meanwhile.
+
+        A cancellation, and the end of the engine, take effect between two parts of `RECORDS_AT_ONCE`.
+        """
+        lease, replays = await self._lease(), list[Replay]()
         with lease:
             for first in range(0, len(records), RECORDS_AT_ONCE):
+                await anyio.lowlevel.checkpoint()
+                self.gate.refuse_if_stopped()
                 lease.check(Operation.FORWARD)
                 replay = partial(self._replayer.replay, records[first : first + RECORDS_AT_ONCE])
                 replays += await self.worker.run(replay)
         return replays
+
+    async def _lease(self) -> StableLease:
+        """Wait while generation is paused or weights change."""
+        while (lease := self.gate.try_lease()) is None:
+            self.gate.refuse_if_stopped()
+            self.gate.installed()
+            await self.changed.wait()
+        return lease
 
     def close(self) -> None:
         """What is still queued will not be audited."""

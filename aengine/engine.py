@@ -10,7 +10,6 @@ import anyio
 import anyio.lowlevel
 import attrs
 
-from aengine.audit.record import sample_records
 from aengine.audit.replay import Replay
 from aengine.completed import CompletedOutputs, Gathering, submit_all
 from aengine.config import EngineConfig
@@ -27,7 +26,7 @@ from aengine.outputs import RequestOutput
 from aengine.params import SamplingParams
 from aengine.prompts import Prompt
 from aengine.request import Request
-from aengine.resume import aborted, params_of, resume_sample, resumed_output
+from aengine.resume import aborted, params_of, records_of, resume_sample, resumed_output
 from aengine.sampling.mask import TokenMaskSource
 from aengine.sampling.text import Detokenizer, decode_all
 from aengine.scoring import ScoreOutput, score_output
@@ -207,12 +206,8 @@ class Engine(PolicyControl):
         while the engine is fenced. `aengine audit` does the same for any version that was kept.
         """
         auditor = self._usable().auditor
-        records = [
-            record
-            for output in outputs
-            for record in sample_records(output.request_id, output, params_of(output, None))
-        ]
-        return await auditor.replay(records)
+        records = [record for output in outputs for record in records_of(output)]
+        return await auditor.replay(records) if records else []
 
     async def abort(self, request_id: str) -> None:
         """End a request with what it has and reason `"abort"`; an unknown or finished id is ignored."""

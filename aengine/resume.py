@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 import attrs
 
+from aengine.audit.record import SampleRecord, sample_records
 from aengine.errors import PromptError, SamplingParamsError
 from aengine.outputs import CompletionOutput, RequestOutput, weakest
 from aengine.params import SamplingParams
 from aengine.provenance import Provenance
 from aengine.request import Request, Sample
 
-__all__ = ["aborted", "params_of", "resume_sample", "resumed_output"]
+__all__ = ["aborted", "params_of", "records_of", "resume_sample", "resumed_output"]
 
 NOT_OF_A_SAMPLE = frozenset({"n", "seed", "prompt_logprobs"})
 """Parameters of a request: a sample has its own seed."""
@@ -38,6 +39,13 @@ def params_of(output: RequestOutput, params: SamplingParams | None) -> SamplingP
         if name not in NOT_OF_A_SAMPLE and getattr(params, name) != before:
             raise SamplingParamsError(name, getattr(params, name), f"the sample to be resumed was made with {before!r}")
     return attrs.evolve(params, n=1, prompt_logprobs=None)
+
+
+def records_of(output: RequestOutput) -> list[SampleRecord]:
+    """What a rollout file would hold of it; raises `PromptError` where it does not hold its parameters."""
+    if output.params is None:
+        raise PromptError(f"output {output.request_id!r} does not hold its sampling parameters")
+    return list(sample_records(output.request_id, output, output.params))
 
 
 def resume_sample(request: Request, done: CompletionOutput) -> None:

@@ -12,6 +12,7 @@ import anyio.lowlevel
 import torch
 from attrs import Factory, define, frozen
 
+from aengine.errors import EngineClosedError
 from aengine.loops import call_soon
 
 __all__ = ["Outcome", "Worker"]
@@ -53,12 +54,16 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._is_closed = False
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
     async def finish(self, call: Callable[[], T]) -> Outcome[T]:
         """Run `call` in the thread to its end. A cancellation is not delivered but handed back, also a native one of
-        asyncio, which passes through shields; who calls this raises it when what must follow has been done."""
+        asyncio, which passes through shields; who calls this raises it when what must follow has been done. After
+        `close` the outcome is an `EngineClosedError`."""
+        if self._is_closed:
+            return Outcome(None, EngineClosedError("the engine is closed"), None)
         job = _Job(call, anyio.lowlevel.current_token())
         self._jobs.put(job)
         cancelled: BaseException | None = None
@@ -82,6 +87,7 @@ class Worker:
 
     def close(self) -> None:
         """Let the thread end after the job in hand; returns when it has."""
+        self._is_closed = True
         self._jobs.put(None)
         self._thread.join()
 

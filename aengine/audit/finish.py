@@ -41,9 +41,11 @@ def _check_last(record: SampleRecord, rule: StopRule) -> FinishCheck:
     due = rule.check(record.token_ids[-1], len(record.token_ids)) if record.token_ids else None
     reason, stop_reason = record.finish_reason, record.stop_reason
     if reason in (None, "abort", "error"):
-        return FinishCheck(unchecked="why it ended early" if due is None else None)
-    if isinstance(stop_reason, str):
-        if record.params.stop and stop_reason not in record.params.stop:
+        if due is None:
+            return FinishCheck(unchecked="why it ended early")
+        return FinishCheck(f"the record says {reason}, but its last token ended it ({due.finish_reason})")
+    if isinstance(stop_reason, str) and reason == "stop":
+        if stop_reason not in record.params.stop:
             return FinishCheck(f"it ended at the stop string {stop_reason!r}, which its parameters do not name")
         return FinishCheck(unchecked="the stop string")
     if due is None or (due.finish_reason, due.stop_reason) != (reason, stop_reason):

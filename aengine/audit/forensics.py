@@ -125,7 +125,7 @@ class _Case:
             ((record.seed + step, record.index) for step in (-1, 1)),
             () if record.params.seed is None else ((record.params.seed, record.index),),
         )
-        pairs = [pair for pair in dict.fromkeys(plausible) if pair != (record.seed, record.index) and pair[0] >= 0]
+        pairs = [pair for pair in dict.fromkeys(plausible) if pair != (record.seed, record.index) and _is_draw(*pair)]
         pairs = pairs[:MAX_SEEDS]
         length = min(SEED_TOKENS, len(record.token_ids))
         beginnings = restrict(self.labelled, 0, length)
@@ -244,3 +244,8 @@ def _edited_logprob(record: SampleRecord, found: Recomputed, seen: Comparison) -
     names = [name for name, same in (("logprobs", seen.logprobs), ("raw_logprobs", seen.raw)) if not same[position]]
     recorded, computed = (getattr(one, names[0])[position] for one in (record, found))
     return EditedLogprob(position, " and ".join(names), recorded, float(computed))
+
+
+def _is_draw(seed: int, index: int) -> bool:
+    """Whether the generator has such draws; a record may say anything."""
+    return 0 <= seed < 2**64 and 0 <= index < 2**32

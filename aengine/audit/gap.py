@@ -155,6 +155,8 @@ def trainer_gap(
     log-probability of the trainer that is not finite.
     """
     refuse_unless("which", which, ("logprobs", "raw_logprobs"))
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     refuse_unless("padding_side", padding_side, ("left", "right"))
     records = list(_records(samples))
     if not any(record.token_ids for record in records):
@@ -222,6 +224,12 @@ def _difference(record: SampleRecord, logits: Tensor, which: str) -> Floats:
     if wrong := [token for token in record.token_ids if token >= size]:
         raise RolloutBatchError(
             f"sample {record.index} of {record.prompt_id} has token {wrong[0]}; the model has {size} logits"
+        )
+    recorded = len(getattr(record, which))
+    if recorded != len(record.token_ids) or not record.prompt_token_ids:
+        raise RolloutBatchError(
+            f"sample {record.index} of {record.prompt_id} has {len(record.prompt_token_ids)} prompt tokens, "
+            f"{len(record.token_ids)} tokens and {recorded} {which}"
         )
     first = len(record.prompt_token_ids) - 1
     rows = logits[first : first + len(record.token_ids)]

@@ -16,8 +16,8 @@ from aengine.audit.forensics import Forensics, needs_explanation
 from aengine.audit.machine import differing_facts, machine_facts
 from aengine.audit.oracle import oracle_logprobs
 from aengine.audit.policies import PolicyWeights
-from aengine.audit.record import PolicyRecord, RolloutHeader, SampleRecord
-from aengine.audit.replay import Replay, Replayer
+from aengine.audit.record import PolicyRecord, RolloutHeader, SampleRecord, encode_record
+from aengine.audit.replay import EPSILONS, Replay, Replayer
 from aengine.audit.report import AuditHeader, AuditLine, AuditSummary, ReportFile, fingerprint
 from aengine.audit.rollout_file import read_rollouts
 from aengine.audit.verdict import Unauditable
@@ -30,9 +30,6 @@ BATCH = 32
 """Samples between two looks at the report file."""
 ORACLE_EVERY = 100
 NUM_RELATIVES = 64
-EPSILONS = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""How far other bits may be off, by the type that was computed in."""
-
 Progress = Callable[[AuditSummary], None]
 """Called now and then with what the samples add up to so far."""
 
@@ -50,6 +47,12 @@ class AuditPlan:
     places: list[int] = field(factory=list, repr=False)
     """The samples to audit."""
     oracle_places: frozenset[int] = field(factory=frozenset, repr=False)
+
+    @property
+    def subject(self) -> str:
+        """A digest of all that the samples have in common: the header, and the weights of every version."""
+        parts = [encode_record(self.header), *(f"{number}:{self.digests[number]}".encode() for number in self.digests)]
+        return hashlib.sha256(b"\n".join(parts)).hexdigest()[:16]
 
     @property
     def machine_differences(self) -> tuple[str, ...]:
@@ -79,14 +82,16 @@ def plan_audit(path: Path, share: float = 1.0) -> AuditPlan:
         elif plan is not None and isinstance(record, SampleRecord):
             place = len(plan.draws)
             plan.draws.append((record.seed, record.index))
-            if _is_chosen(record, share):
+            is_chosen = _is_chosen(record, share)
+            if is_chosen:
                 plan.places.append(place)
-                if _version_of(record) is not None:
-                    single.append(place)
+            if (is_chosen or place == 0) and _version_of(record) is not None:
+                single.append(place)
     if plan is None or not plan.draws:
         raise RolloutFileError(f"{path} holds no samples")
     plan.places = plan.places or [0]
-    plan.oracle_places = frozenset(single[::ORACLE_EVERY])
+    chosen = set(plan.places)
+    plan.oracle_places = frozenset([place for place in single if place in chosen][::ORACLE_EVERY])
     return plan
 
 
@@ -109,7 +114,10 @@ def run_audit(
         audit.run({}, summary, lambda lines: None, progress)
     else:
         header = AuditHeader(
-            rollouts=plan.path.name, machine=machine_facts(), machine_differences=plan.machine_differences
+            rollouts=plan.path.name,
+            subject=plan.subject,
+            machine=machine_facts(),
+            machine_differences=plan.machine_differences,
         )
         with ReportFile(report, header) as file:
             audit.run(file.done, summary, file.append, progress)
@@ -135,6 +143,7 @@ class _Audit:
             header.eos_token_ids,
             machine_differences=plan.machine_differences,
             epsilon=EPSILONS[policies.dtype],
+            named_versions=frozenset(plan.digests),
         )
         return cls(plan, policies, replayer, Forensics(replayer, policies.versions), explain)
 
@@ -149,7 +158,7 @@ class _Audit:
             todo = []
             for place, record in batch:
                 line = done.get(place)
-                if line is not None and line.fingerprint == fingerprint(record):
+                if line is not None and line.is_final and line.fingerprint == fingerprint(record):
                     summary.add(line)
                 else:
                     todo.append((place, record))

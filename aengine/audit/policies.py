@@ -63,12 +63,20 @@ class PolicyWeights:
         return share_weights(self.spec, own, self.numerics)
 
 
+def check_header(header: RolloutHeader) -> None:
+    """Refuse a header that no engine writes before anything is built by it. Raises `AuditError`."""
+    most = header.spec.max_position_embeddings
+    if not 0 < header.max_sequence_len <= most + 1:
+        raise AuditError(f"the header says max_sequence_len {header.max_sequence_len}; the model has {most} positions")
+
+
 def policies_of_snapshots(store: SnapshotStore, header: RolloutHeader, digests: Mapping[int, str]) -> PolicyWeights:
     """Every version in `store`; `digests` are those that the rollouts file names.
 
     Raises `AuditError` where there is none. Loading one raises `SnapshotError` if the stored weights are damaged, or
     not those that the rollouts were made with.
     """
+    check_header(header)
     versions = store.versions()
     if not versions:
         raise AuditError(f"there are no snapshots in {store.path}")
@@ -88,6 +96,7 @@ def policies_of_snapshots(store: SnapshotStore, header: RolloutHeader, digests: 
 
 def policies_of_model(checkpoint: Checkpoint, header: RolloutHeader, digests: Mapping[int, str]) -> PolicyWeights:
     """The versions whose digest is that of the model's weights; raises `AuditError` where there is none."""
+    check_header(header)
     if checkpoint.spec != header.spec:
         raise AuditError(f"{checkpoint.name} is another model than {header.model}: their specs differ")
     tensors = match_tensors(checkpoint.spec, checkpoint.tensors)

@@ -174,7 +174,9 @@ def sample_records(
 def _refuse_non_finite(record: SampleRecord) -> None:
     """A sum of float32 values in float64 is finite only if all of them are."""
     numbers = (*record.logprobs, *record.raw_logprobs, record.reward or 0.0)
-    if not math.isfinite(sum(numbers)):
-        wrong = next(number for number in numbers if not math.isfinite(number))
+    if math.isfinite(sum(numbers)):
+        return
+    wrong = next((number for number in numbers if not math.isfinite(number)), None)
+    if wrong is not None:  # else they are no float32 values, and too large to add up
         name = f"sample {record.index} of {record.request_id}"
         raise RolloutFileError(f"{name} cannot be written: {wrong} among its log-probabilities and reward")

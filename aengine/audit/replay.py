@@ -5,20 +5,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import torch
 from attrs import define, field, frozen
 
 from aengine.audit.context import contexts_of
-from aengine.audit.finish import check_finish
+from aengine.audit.finish import FinishCheck, check_finish
 from aengine.audit.record import SampleRecord
 from aengine.audit.redraw import Question, nothing_drawn, redraw
 from aengine.audit.verdict import NotReproduced, Recomputed, Unauditable, Verdict, judge
-from aengine.errors import EngineError, ProvenanceError
+from aengine.errors import EngineError, ProvenanceError, SamplingParamsError
 from aengine.model.decoder import Decoder
 from aengine.model.spec import ModelSpec
 from aengine.model.weights import DecoderWeights
 
-__all__ = ["Replay", "Replayer"]
+__all__ = ["EPSILONS", "Replay", "Replayer"]
 
+EPSILONS = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+"""How far other bits may be off, by the type that was computed in."""
 POSITIONS_AT_ONCE = 4096
 """Positions whose KV is held at once, unless a single sample has more."""
 VERSIONS_AT_ONCE = 2
@@ -50,6 +53,8 @@ class Replayer:
     eos_token_ids: tuple[int, ...] = ()
     machine_differences: tuple[str, ...] = ()
     epsilon: float = 1e-3
+    named_versions: frozenset[int] | None = None
+    """Versions that are bound to weights by a digest; a sample labelled with another is unauditable. None: all are."""
     _decoder: Decoder | None = field(default=None, init=False)
 
     def replay(self, records: Sequence[SampleRecord]) -> list[Replay]:
@@ -89,9 +94,12 @@ class Replayer:
             return Unauditable(reason=complaint)
         num_prompt, num_tokens = len(record.prompt_token_ids), len(record.token_ids)
         try:
-            return Question(record, contexts_of(num_prompt, num_tokens, record.version_spans, record.kv_spans))
+            question = Question(record, contexts_of(num_prompt, num_tokens, record.version_spans, record.kv_spans))
         except ProvenanceError as error:
             return NotReproduced(position=None, reason=f"its labels cannot be true: {error}")
+        if self.named_versions is not None and (unnamed := question.versions - self.named_versions):
+            return Unauditable(reason=f"nothing names the digest of version {min(unnamed)}")
+        return question
 
     def _answer(self, question: Question, answer: Recomputed | EngineError) -> tuple[Verdict, Recomputed | None]:
         if isinstance(answer, EngineError):
@@ -105,8 +113,9 @@ class Replayer:
             epsilon=self.epsilon,
             finish_unchecked=finish.unchecked,
         )
-        if finish.wrong is not None and not isinstance(verdict, NotReproduced):
-            verdict = NotReproduced(position=None, reason=f"its end is not that of its parameters: {finish.wrong}")
+        contradiction = _contradiction(record, finish)
+        if contradiction is not None and not isinstance(verdict, NotReproduced):
+            verdict = NotReproduced(position=None, reason=contradiction)
         return verdict, answer
 
     def _load(self, versions: Iterable[int]) -> tuple[dict[int, DecoderWeights], dict[int, EngineError]]:
@@ -125,6 +134,15 @@ class Replayer:
         if self._decoder is None:
             self._decoder = Decoder(self.spec, next(iter(weights.values())), self.max_sequence_len)
         return redraw(self._decoder, questions, weights, self.eos_token_ids)
+
+
+def _contradiction(record: SampleRecord, finish: FinishCheck) -> str | None:
+    """What the record says against itself."""
+    if finish.wrong is not None:
+        return f"its end is not that of its parameters: {finish.wrong}"
+    if record.params.seed not in (None, record.seed):
+        return f"its seed {record.seed} is not that of its parameters, {record.params.seed}"
+    return None
 
 
 def _label_differences(record: SampleRecord) -> tuple[str, ...]:
@@ -163,4 +181,8 @@ def _complaint(record: SampleRecord, vocab_size: int, max_sequence_len: int) -> 
         return f"token_ids, logprobs and raw_logprobs differ in length: {counts}"
     if not 0 <= record.seed < 2**64 or not 0 <= record.index < 2**32:
         return f"seed {record.seed} or index {record.index} is out of range"
+    try:
+        record.params.check_vocabulary(vocab_size)
+    except SamplingParamsError as error:
+        return f"its parameters do not go with the model: {error}"
     return None

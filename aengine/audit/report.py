@@ -27,6 +27,8 @@ class AuditHeader(Struct, frozen=True, kw_only=True, tag="audit"):
 
     format_version: Literal[1] = 1
     rollouts: str
+    subject: str
+    """Digest of what its samples have in common: header and digests of weights."""
     machine: MachineFacts
     machine_differences: tuple[str, ...]
 
@@ -43,6 +45,11 @@ class AuditLine(Struct, frozen=True, kw_only=True, tag="sample"):
     oracle_difference: float | None = None
     """Largest distance of the recorded raw log-probabilities from a float64 pass in plain torch, where one was made."""
     oracle_agrees: bool = True
+
+    @property
+    def is_final(self) -> bool:
+        """Whether another audit would find the same: what was missing may have come."""
+        return not isinstance(self.verdict, Unauditable)
 
 
 def fingerprint(record: SampleRecord) -> str:
@@ -158,6 +165,8 @@ class ReportFile:
             return
         if header.rollouts != self.header.rollouts:
             raise AuditError(f"{self.path} is the report on {header.rollouts}, not on {self.header.rollouts}")
+        if header.subject != self.header.subject:
+            raise AuditError(f"{self.path} is a report on {header.rollouts} with another header, or of other weights")
         if differences := differing_facts(header.machine, self.header.machine):
             raise AuditError(f"{self.path} was begun on another machine ({'; '.join(differences)})")
 

@@ -176,9 +176,13 @@ class PolicyGate:
         early if the hold is lifted. Cancelling changes nothing. Raises what `stop` was given, as the promise cannot be
         kept any more."""
         while self._hold is not None and (self._is_updating or self._leases or not self._is_quiet()):
-            if self._stopped is not None:
-                raise type(self._stopped)(str(self._stopped)) from self._stopped.__cause__
+            self.refuse_if_stopped()
             await self.changed.wait()
+
+    def refuse_if_stopped(self) -> None:
+        """Raise what `stop` was given."""
+        if self._stopped is not None:
+            raise type(self._stopped)(str(self._stopped)) from self._stopped.__cause__
 
     def _is_quiet(self) -> bool:
         return self.state is PolicyState.INVALIDATED or (self.state is PolicyState.DRAINING and self._drain_done())

@@ -85,7 +85,7 @@ def sample(
     for draw in draws:
         _check(draw, first_row, raw)
     edited, edited_rows, errors = _edit(raw, first_row, draws, eos_token_ids)
-    rows = np.array([_row(draw, first_row, at) for draw, at in zip(draws, edited_rows, strict=True)], dtype=ROW)
+    rows = np.array([_row(draw, first_row, at, size) for draw, at in zip(draws, edited_rows, strict=True)], dtype=ROW)
     sums = np.empty((len(rows), num_blocks(size)))
     kernel = sample_rows.parallel if len(rows) > 1 and use_threads(len(rows) * size) else sample_rows.serial
     kernel(raw.reshape(-1), edited.reshape(-1), size, rows, sums)
@@ -125,12 +125,13 @@ def _check(draw: Draw, first_row: int, raw: Floats) -> None:
         raise ValueError(f"token id {draw.token} is outside the vocabulary of {raw.shape[1]}")
 
 
-def _row(draw: Draw, first_row: int, edited_row: int) -> tuple[float, ...]:
+def _row(draw: Draw, first_row: int, edited_row: int, size: int) -> tuple[float, ...]:
     params, token = draw.params, draw.token
     if token is None:
         token = GREEDY if params.temperature == 0 else DRAW
     scale = 1.0 if params.temperature == 0 else 1.0 / max(params.temperature, MIN_TEMPERATURE)
-    what = (draw.row - first_row, edited_row, scale, params.top_k, params.top_p, params.min_p)
+    top_k = min(params.top_k, size)  # more than there are is all of them
+    what = (draw.row - first_row, edited_row, scale, top_k, params.top_p, params.min_p)
     return (*what, draw.seed, draw.index, draw.position, token, 0.0, 0.0, 0, 0.0, 0.0, 0.0, 0)
 
 

@@ -27,7 +27,7 @@ from aengine.audit.explanation import (
 )
 from aengine.audit.forensics import Forensics
 from aengine.audit.record import SampleRecord
-from aengine.audit.verdict import NotReproduced, OtherBits, Reproduced
+from aengine.audit.verdict import NotReproduced, OtherBits, Reproduced, Unauditable
 from aengine.cache import manager
 from aengine.outputs import KVSpan, VersionSpan
 from aengine.testing import random_tensors
@@ -124,6 +124,19 @@ async def test_another_seed_is_found(seed: int, relatives: tuple[tuple[int, int]
     assert isinstance(replay.verdict, NotReproduced)
     assert "token" in replay.verdict.reason and f"seed {seed} draws" in replay.verdict.reason
     assert explanation == OtherSeed(40, 0, seed, 0)
+
+
+async def test_a_seed_that_changes_nothing_contradicts_the_parameters() -> None:
+    record = await one_sample(temperature=0.0)
+    (replay,) = new_replayer().replay([msgspec.structs.replace(record, seed=41)])
+    assert replay.verdict == NotReproduced(position=None, reason="its seed 41 is not that of its parameters, 40")
+
+
+async def test_a_version_that_nothing_binds_to_weights_is_not_vouched_for() -> None:
+    record = await one_sample()
+    replayer = new_replayer()
+    replayer.named_versions = frozenset({1, 2})
+    assert replayer.replay([record])[0].verdict == Unauditable(reason="nothing names the digest of version 0")
 
 
 async def test_a_seed_that_nobody_knows_is_said_to_be_wrong() -> None:

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from aengine import Engine, EngineConfig, SamplingParams
-from aengine.audit.verdict import Reproduced, Unauditable
-from aengine.errors import ConfigError
+from aengine.audit.verdict import Consistent, Reproduced, Unauditable
+from aengine.errors import ConfigError, EngineClosedError
 from aengine.policy.ledger_check import check_ledger
 from aengine.policy.ledger_records import AuditRecord
 from aengine.stats import AuditTotals
@@ -167,3 +168,71 @@ async def test_outputs_are_replayed_on_demand_between_the_steps_of_other_request
         await engine.update_weights(OTHER)
         assert all(isinstance(replay.verdict, Unauditable) for replay in await engine.replay(outputs[:2]))
         assert engine.stats().audits == AuditTotals()
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+@pytest.mark.parametrize("how", ["replaying", "paused"])
+def test_a_replay_ends_with_the_engine(how: str, backend: str) -> None:
+    async def scenario() -> None:
+        refused: list[type[Exception]] = []
+        async with anyio.create_task_group() as tasks:
+            async with new_engine(0) as engine:
+                output = await engine.generate([1, 2], SamplingParams(n=64, max_tokens=20, seed=1))
+                started = anyio.Event()
+
+                async def replay() -> None:
+                    started.set()
+                    try:
+                        await engine.replay([output] * 8)
+                    except EngineClosedError as error:
+                        refused.append(type(error))
+
+                if how == "paused":
+                    await engine.pause_generation()
+                    assert await engine.replay([]) == []
+                tasks.start_soon(replay)
+                await started.wait()
+                await anyio.lowlevel.checkpoint()
+        assert refused == [EngineClosedError]
+
+    with_limit(scenario, backend)
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_a_cancelled_replay_ends_early(backend: str) -> None:
+    async def scenario() -> None:
+        async with new_engine(0) as engine:
+            output = await engine.generate([1, 2], SamplingParams(n=64, max_tokens=20, seed=1))
+            with anyio.move_on_after(0.01) as scope:
+                await engine.replay([output] * 64)
+            assert scope.cancelled_caught
+            assert len(await engine.replay([output])) == 64
+
+    with_limit(scenario, backend)
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_closing_does_not_wait_for_what_is_queued(backend: str) -> None:
+    async def scenario() -> None:
+        async with new_engine(1) as engine:
+            await engine.generate([1, 2], SamplingParams(n=64, max_tokens=20, seed=1))
+            await engine.aclose()
+            totals = engine.stats().audits
+            assert totals.reproduced + totals.unaudited == 64 and totals.unaudited > 32
+
+    with_limit(scenario, backend)
+
+
+def with_limit(scenario: Any, backend: str) -> None:
+    async def limited() -> None:
+        with anyio.fail_after(60):
+            await scenario()
+
+    anyio.run(limited, backend=backend)
+
+
+async def test_numbers_of_16_bits_may_be_as_far_off_as_the_type_rounds() -> None:
+    params = SamplingParams(n=8, max_tokens=40, seed=1)
+    async with new_engine(0, dtype="float16", numerics="fast", max_num_batched_tokens=3) as engine:
+        replays = await engine.replay([await engine.generate(list(range(1, 30)), params)])
+        assert all(isinstance(replay.verdict, Reproduced | Consistent) for replay in replays)

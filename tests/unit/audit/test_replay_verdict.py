@@ -147,6 +147,10 @@ ENDS: dict[str, tuple[dict[str, Any], str | None, str | None]] = {
         "'y'",
         None,
     ),
+    "by a string where no string stops it": ({"finish_reason": "stop", "stop_reason": "y"}, "'y'", None),
+    "by length at a string": ({"stop_reason": "y"}, "ends by length", None),
+    "by an abort where its length ended it": ({"finish_reason": "abort"}, "its last token ended it", None),
+    "by nothing where EOS ended it": ({"tokens": (1, 7), "finish_reason": None}, "its last token ended it", None),
     "by an abort": ({"finish_reason": "abort", "params": SamplingParams(max_tokens=9)}, None, "why it ended early"),
 }
 

@@ -21,6 +21,7 @@ from aengine.audit.record import (
     Record,
     RolloutHeader,
     SampleRecord,
+    decode_record,
     encode_record,
     rollout_header,
     sample_records,
@@ -28,6 +29,7 @@ from aengine.audit.record import (
 from aengine.audit.replay import Replayer
 from aengine.audit.rollout_file import RolloutFile, read_rollouts
 from aengine.audit.snapshots import SnapshotStore
+from aengine.audit.verdict import Unauditable
 from aengine.errors import RolloutFileError
 from aengine.outputs import KVSpan, VersionSpan
 from aengine.testing import random_tensors, tiny_checkpoint
@@ -144,7 +146,7 @@ def test_a_version_that_is_not_at_hand_ends_with_status_5(made: Path, tmp_path: 
     labels = {"version_spans": (VersionSpan(9, 0, 6),), "kv_spans": (KVSpan(9, 0, 8, 0, 6),)}
     result = audit(with_sample(made, tmp_path / "r.jsonl", 1, **labels), made)
     assert result.exit_code == 5
-    assert "1 x the weights of policy version 9 are not at hand" in result.stderr
+    assert "1 x nothing names the digest of version 9" in result.stderr
 
 
 def test_another_machine_is_consistent_and_ends_with_status_6(made: Path, tmp_path: Path) -> None:
@@ -282,3 +284,64 @@ def test_snapshots_that_are_damaged_missing_or_of_another_run_prove_nothing(tmp_
     result = invoke("audit", path, "--snapshots", tmp_path / "snapshots", "--json")
     assert (result.exit_code, json.loads(result.stdout)["unauditable"]) == (5, 6)
     assert "has digest" in result.stderr
+
+
+EXTREMES = {
+    "a seed at the end": {"seed": 2**64 - 1},
+    "a seed beyond": {"seed": 10**30},
+    "a negative index": {"index": -3},
+    "many alternatives": {"params": SamplingParams(logprobs=10**9, max_tokens=6), "top_logprobs": ((),) * 6},
+    "any top_k": {"params": SamplingParams(top_k=2**70, max_tokens=6)},
+    "huge numbers": {"logprobs": (-1.7e308,) * 6},
+}
+
+
+@pytest.mark.parametrize("edit", EXTREMES)
+def test_whatever_one_line_says_the_others_are_audited(made: Path, tmp_path: Path, edit: str) -> None:
+    """The neighbour has another seed, so that the edited line is among the suspects."""
+    extreme = with_sample(made, tmp_path / "one.jsonl", 4, **EXTREMES[edit])
+    (tmp_path / "r.jsonl").write_bytes(extreme.read_bytes())
+    rollouts = with_sample(tmp_path, tmp_path / "two.jsonl", 5, seed=77)
+    result = audit(rollouts, made, "--json")
+    assert result.exit_code in (3, 5), result.output
+    assert json.loads(result.stdout)["reproduced"] >= NUM_SAMPLES - 2
+
+
+def test_a_header_that_no_engine_writes_is_refused(made: Path, tmp_path: Path) -> None:
+    lines = (made / "r.jsonl").read_bytes().splitlines(keepends=True)
+    header = decode_record(lines[0])
+    lines[0] = encode_record(msgspec.structs.replace(header, max_sequence_len=2**40))
+    (tmp_path / "r.jsonl").write_bytes(b"".join(lines))
+    result = audit(tmp_path / "r.jsonl", made)
+    assert result.exit_code == 1
+    assert f"max_sequence_len {2**40}" in result.stderr
+
+
+def test_a_report_does_not_speak_for_another_header(made: Path, tmp_path: Path) -> None:
+    report, rollouts = tmp_path / "report.jsonl", tmp_path / "r.jsonl"
+    lines = (made / "r.jsonl").read_bytes().splitlines(keepends=True)
+    rollouts.write_bytes(b"".join(lines))
+    assert audit(rollouts, made, "--report", report).exit_code == 0
+    header = decode_record(lines[0])
+    assert isinstance(header, RolloutHeader)
+    lines[0] = encode_record(msgspec.structs.replace(header, max_sequence_len=header.max_sequence_len - 1))
+    rollouts.write_bytes(b"".join(lines))
+    result = audit(rollouts, made, "--report", report)
+    assert result.exit_code == 1
+    assert "with another header" in result.stderr
+
+
+def test_what_was_not_at_hand_is_audited_again(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = tmp_path / "report.jsonl"
+    with monkeypatch.context() as patch:
+        patch.setattr(Replayer, "_ask", lambda self, record: Unauditable(reason="the weights are elsewhere"))
+        assert audit(made / "r.jsonl", made, "--report", report).exit_code == 5
+    result = audit(made / "r.jsonl", made, "--report", report, "--json")
+    assert (result.exit_code, json.loads(result.stdout)["reproduced"]) == (0, NUM_SAMPLES)
+
+
+def test_the_oracle_looks_at_one_sample_though_none_was_drawn(made: Path) -> None:
+    result = audit(made / "r.jsonl", made, "--sample", "0.0001%", "--json")
+    assert result.exit_code == 0, result.output
+    summary = json.loads(result.stdout)
+    assert (summary["samples"], summary["oracle_checked"]) == (1, 1)
