@@ -163,3 +163,15 @@ async def test_the_gap_to_a_transformers_model_is_that_of_rounding(padding_side:
     assert 0 < gap.max < 1e-4
     torch.nn.init.normal_(model.model.norm.weight)
     assert trainer_gap(model, await rollouts(temperature=0.7), padding_side=padding_side).max > 0.1
+
+
+def test_numbers_that_do_not_go_with_the_tokens_are_refused() -> None:
+    def forward(ids: Tensor, mask: Tensor) -> Tensor:
+        return torch.zeros(*ids.shape, 8)
+
+    record = sample_of(output(-1.0, -2.0))
+    for wrong in ({"logprobs": (-1.0,)}, {"prompt_token_ids": ()}):
+        with pytest.raises(RolloutBatchError, match="sample 0 of p has"):
+            trainer_gap(forward, [msgspec.structs.replace(record, **wrong)])
+    with pytest.raises(ValueError, match="batch_size"):
+        trainer_gap(forward, [record], batch_size=0)
