@@ -29,8 +29,7 @@ __all__ = ["Request", "Sample"]
 class Sample:
     """One sample on its way: tokens so far, what made them, and the KV it holds.
 
-    Thousands may wait, so what most never need is made when it is needed, and numbers lie in arrays, which the garbage
-    collector does not visit.
+    Thousands may wait, so what most never need is made when it is needed.
 
     `tokens` is the prompt followed by the output. `num_computed` counts the leading tokens whose KV has been computed;
     the token sampled last has none until it is fed to the model.

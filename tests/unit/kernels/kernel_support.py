@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -60,13 +59,3 @@ def make_batch(shape: HeadShape, lengths: Sequence[int], seed: int = 0, dtype: t
     )
     rotary = Rotary(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32))
     return Batch(rows, qkv.to(dtype), rotary, shape, page_tables.size)
-
-
-@contextmanager
-def torch_threads(num_threads: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

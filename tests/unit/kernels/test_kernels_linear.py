@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attrs import evolve
-from kernel_support import torch_threads
 from torch import Tensor
 
 from aengine.kernels import invariance
 from aengine.kernels.invariance import FAST, LinearShape, Numerics, probe
 from aengine.kernels.linear import STRATEGIES, Multiply
+from aengine.kernels.trial import torch_threads
 
 SHAPES = [LinearShape(96, 32), LinearShape(33, 20, has_bias=True), LinearShape(576, 1536)]
 AVAILABLE = [name for name, strategy in STRATEGIES.items() if strategy.is_available()]

@@ -8,11 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_support import Batch, make_batch, torch_threads
+from kernel_support import Batch, make_batch
 from torch import Tensor
 
 from aengine.kernels import cpu, threads
 from aengine.kernels.interface import HeadShape
+from aengine.kernels.trial import torch_threads
 
 HEADS = (6, 2, 24)
 

@@ -10,11 +10,12 @@ import threading
 import numba
 import pytest
 import torch
-from kernel_support import make_batch, torch_threads
+from kernel_support import make_batch
 
 from aengine.kernels import cpu, threads
 from aengine.kernels.interface import HeadShape
 from aengine.kernels.threads import threading_layer, use_threads
+from aengine.kernels.trial import torch_threads
 
 needs_threads = pytest.mark.skipif(
     threading_layer() == "serial" or numba.config.NUMBA_NUM_THREADS < 2, reason="one thread here"

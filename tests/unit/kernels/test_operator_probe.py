@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from kernel_support import torch_threads
 from torch import Tensor
 
 from aengine.errors import EngineError
@@ -17,7 +16,7 @@ from aengine.kernels import cpu
 from aengine.kernels.formats import FLOAT_TYPES
 from aengine.kernels.interface import HeadShape
 from aengine.kernels.operator_probe import OPERATORS, DecoderShape, probe_operators
-from aengine.kernels.trial import OperatorFinding, Trial, examine, thread_counts
+from aengine.kernels.trial import OperatorFinding, Trial, examine, thread_counts, torch_threads
 from aengine.kernels.warmup import FUNCTIONS, warm_up_torch
 from aengine.sampling import sampler_probe
 from aengine.sampling.sampler import Draw, Drawn, sample
